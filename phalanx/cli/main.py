@@ -1,0 +1,94 @@
+"""The `phalanx` command. Finds the subcommand, and turns what a user got wrong into one line and exit code 2.
+
+Subcommands are imported when they are used, so that `phalanx --help` and a typing mistake answer at once.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import click
+
+from phalanx.errors import PhalanxError
+
+_COMMANDS = {
+    "run": "Start a training script on all cores, GPUs or hosts.",
+    "demo": "Train a small GPT on this machine and show what happens.",
+    "doctor": "Check this machine, with a remedy for everything that is wrong.",
+    "report": "Turn a traced run into one HTML page.",
+    "plan": "Predict buckets, memory and step time for a model and a world size.",
+    "bench": "Measure phalanx beside torch's own.",
+}
+
+
+class LazyGroup(click.Group):
+    """A group whose commands live in modules of the same name, imported on first use."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        if name not in _COMMANDS:
+            return None
+        command: click.Command = importlib.import_module(f"phalanx.cli.{name}").command
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(_COMMANDS.items()))
+
+
+@click.command(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="phalanx", prog_name="phalanx")
+def cli() -> None:
+    """Data-parallel training for PyTorch: run it, watch it, see where the time went."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The entry point of the `phalanx` command. Never returns."""
+    try:
+        sys.exit(cli.main(args=arguments, prog_name="phalanx", standalone_mode=False) or 0)
+    except click.UsageError as error:
+        _fail(_one_line(error), error.ctx)
+    except click.ClickException as error:
+        _fail(error.format_message())
+    except PhalanxError as error:
+        _fail(str(error))
+    except (click.Abort, KeyboardInterrupt):
+        _fail("interrupted", exitcode=130)
+    except BrokenPipeError:
+        # Whoever read our output has gone; silence the interpreter's own complaint at exit too.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+
+
+def _fail(message: str, ctx: click.Context | None = None, exitcode: int = 2) -> None:
+    command = ctx.command_path if ctx is not None else "phalanx"
+    line = " ".join(message.split())
+    if ctx is not None and "--help" not in line:
+        line += f" (see {command} --help)"
+    click.echo(f"{click.style('error', fg='red', bold=True)}: {line}", err=True)
+    sys.exit(exitcode)
+
+
+def _one_line(error: click.UsageError) -> str:
+    message = error.format_message()
+    wrong: Any = getattr(error, "option_name", None)
+    if isinstance(error, click.NoSuchOption):
+        close = difflib.get_close_matches(str(wrong), error.possibilities or [], n=1)
+        return f"no such option {wrong}" + (f", did you mean {close[0]}?" if close else "")
+    if message.startswith("No such command"):
+        name = message.split("'")[1] if "'" in message else ""
+        close = difflib.get_close_matches(name, _COMMANDS, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(_COMMANDS)}"
+        return f"no such command {name!r}, {hint}"
+    return message[0].lower() + message[1:].rstrip(".") if message else "wrong usage"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,42 @@
+"""`phalanx report`: a run directory as one HTML page, and as files for other tools."""
+
+from __future__ import annotations
+
+import webbrowser
+from pathlib import Path
+
+import click
+
+from phalanx.cli.console import say
+from phalanx.errors import ConfigError
+from phalanx.observe import perfetto, report, tensorboard
+from phalanx.observe.run import load
+
+
+@click.command("report", short_help="Turn a traced run into one HTML page.")
+@click.argument("run_dir")
+@click.option("-o", "--output", metavar="FILE", help="The page; report.html in the run directory by default.")
+@click.option("--perfetto", "perfetto_file", metavar="FILE", help="Also write a Perfetto/Chrome trace.")
+@click.option("--tensorboard", "tensorboard_dir", metavar="DIR", help="Also write TensorBoard scalars.")
+@click.option("--open", "opening", is_flag=True, help="Open the page in a browser.")
+def command(
+    run_dir: str, output: str | None, perfetto_file: str | None, tensorboard_dir: str | None, opening: bool
+) -> int:
+    """Turn RUN_DIR, written by phalanx run, into one HTML page that opens offline."""
+    run = load(run_dir)
+    page = Path(output) if output else Path(run_dir) / "report.html"
+    try:
+        report.write(run, page)
+        click.echo(str(page))
+        if perfetto_file:
+            click.echo(str(perfetto.export(run, perfetto_file)))
+        if tensorboard_dir:
+            tensorboard.export(run, tensorboard_dir)
+            click.echo(tensorboard_dir)
+    except OSError as error:
+        raise ConfigError(f"cannot write {error.filename or page}: {error.strerror}") from None
+    if perfetto_file:
+        say("open the trace at https://ui.perfetto.dev or chrome://tracing")
+    if opening:
+        webbrowser.open(page.resolve().as_uri())
+    return 0

@@ -1,0 +1,182 @@
+"""`phalanx run`: start the workers, pass on what they say, and say how it ended."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+import threading
+from pathlib import Path
+
+import click
+import torch
+
+from phalanx.cli.console import colour_of_rank, quantity, say
+from phalanx.errors import ConfigError
+from phalanx.launch.agent import LaunchSettings, Outcome, launch
+from phalanx.launch.failure import FailureSummary, RankEnd
+from phalanx.launch.logs import Sink
+from phalanx.launch.rundir import RunDirectory
+from phalanx.launch.worker import threads_for
+
+_MOST_AUTOMATIC_WORKERS = 8
+
+
+@click.command(
+    "run",
+    context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False},
+    short_help="Start a training script on all cores, GPUs or hosts.",
+)
+@click.option("-n", "--nproc", default="auto", metavar="N", help="Workers here; 'auto': GPUs, else cores.")
+@click.option("--nnodes", default="1", metavar="N|MIN:MAX", help="Hosts; start the same command on each.")
+@click.option("--endpoint", metavar="HOST:PORT", help="Where hosts meet, the same on each.")
+@click.option("--node-rank", type=int, help="This host's number, when hosts are numbered by hand.")
+@click.option("--run-id", default="phalanx", help="Tells runs that share an endpoint apart.")
+@click.option("--max-restarts", type=click.IntRange(0), default=0, help="Start again after a failure.")
+@click.option("--module", is_flag=True, help="SCRIPT is a module name, as in python -m.")
+@click.option("--trace", "tracing", is_flag=True, help="Record spans for phalanx report.")
+@click.option("--run-dir", default="runs", metavar="DIR", help="Where runs are kept.")
+@click.option("--grace", type=click.IntRange(1), default=5, help="Seconds to end in before being killed.")
+@click.option("-q", "--quiet", is_flag=True, help="Show rank 0's output only; files hold everything.")
+@click.argument("script")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def command(
+    nproc: str,
+    nnodes: str,
+    endpoint: str | None,
+    node_rank: int | None,
+    run_id: str,
+    max_restarts: int,
+    module: bool,
+    tracing: bool,
+    run_dir: str,
+    grace: int,
+    quiet: bool,
+    script: str,
+    arguments: tuple[str, ...],
+) -> int:
+    """Start SCRIPT on every worker, with ARGUMENTS passed on.
+
+    \b
+    phalanx run train.py                       all GPUs, or all cores, of this machine
+    phalanx run --nproc 2 --trace train.py     two workers, traced for phalanx report
+    phalanx run --nnodes 2 --endpoint head:29500 train.py     the same command on both hosts
+    """
+    _check_script(script, module)
+    fewest, most = parse_nodes(nnodes)
+    workers = parse_workers(nproc)
+    settings = LaunchSettings(
+        command=("--module", script, *arguments) if module else (script, *arguments),
+        nproc=workers,
+        min_nodes=fewest,
+        max_nodes=most,
+        endpoint=_check_endpoint(endpoint),
+        node_rank=node_rank,
+        run_id=run_id if endpoint else "",
+        max_restarts=max_restarts,
+        tracing=tracing,
+        grace_s=grace,
+    )
+    directory = RunDirectory.create(run_dir, Path(script).stem)
+    threads = os.environ.get("OMP_NUM_THREADS") or threads_for(workers)
+    say(f"{quantity(workers, 'worker')}, OMP_NUM_THREADS={threads} each, logs in {directory.root}")
+    outcome = launch(settings, directory, _sink(workers * most, quiet))
+    _close(outcome, directory, tracing)
+    return outcome.exitcode
+
+
+def parse_nodes(text: str) -> tuple[int, int]:
+    """`"2"` or `"1:4"` as fewest and most hosts."""
+    pieces = text.split(":")
+    if len(pieces) > 2 or not all(piece.isdigit() and int(piece) > 0 for piece in pieces):
+        raise ConfigError(f"--nnodes should be a number of hosts or MIN:MAX, got {text!r}")
+    fewest, most = int(pieces[0]), int(pieces[-1])
+    if fewest > most:
+        raise ConfigError(f"--nnodes {text} asks for at least {fewest} and at most {most} hosts")
+    return fewest, most
+
+
+def parse_workers(text: str) -> int:
+    """A number, or `auto`: one a GPU where there are any, else one a core, at most 8."""
+    if text == "auto":
+        return torch.cuda.device_count() or min(threads_for(1), _MOST_AUTOMATIC_WORKERS)
+    if not text.isdigit() or int(text) < 1:
+        raise ConfigError(f"--nproc should be a number of workers or 'auto', got {text!r}")
+    return int(text)
+
+
+def _check_script(script: str, module: bool) -> None:
+    if module:
+        sys.path.insert(0, os.getcwd())
+        try:
+            found = importlib.util.find_spec(script)
+        except (ImportError, ValueError):
+            found = None
+        if found is None:
+            raise ConfigError(f"no module {script!r} can be imported from {os.getcwd()}")
+        return
+    path = Path(script)
+    if path.is_dir() and not (path / "__main__.py").exists():
+        raise ConfigError(f"{script} is a directory. Name the script to run.")
+    if not path.exists():
+        remedy = "Name a module with --module." if path.suffix != ".py" else "Check the path."
+        raise ConfigError(f"there is no script {script} in {os.getcwd()}. {remedy}")
+
+
+def _check_endpoint(endpoint: str | None) -> str | None:
+    if endpoint is None:
+        return None
+    host, _, port = endpoint.rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise ConfigError(f"--endpoint should be HOST:PORT, such as head:29500; got {endpoint!r}")
+    return endpoint
+
+
+def _meanwhile(end: RankEnd) -> str:
+    pieces = [end.doing] if end.doing else []
+    if end.message:
+        first_line = end.message.strip().splitlines()[0]
+        pieces.append("then failed with " + (first_line[:157] + "…" if len(first_line) > 158 else first_line))
+    elif end.exitcode == 0:
+        pieces.append("finished well")
+    return "; ".join(pieces) or end.how
+
+
+def _sink(world: int, quiet: bool) -> Sink:
+    width = len(str(world - 1))
+    lock = threading.Lock()
+
+    def show(rank: int, stream: str, line: str) -> None:
+        if quiet and rank != 0:
+            return
+        prefix = ""
+        if world > 1:
+            prefix = click.style(f"{rank:>{width}} │ ", fg=colour_of_rank(rank), bold=stream == "stderr")
+        with lock:
+            click.echo(prefix + line, err=stream == "stderr")
+
+    return show
+
+
+def _close(outcome: Outcome, directory: RunDirectory, tracing: bool) -> None:
+    if outcome.signal is not None:
+        say(f"ended by {outcome.signal.name} after {outcome.seconds:.1f} s; every worker has ended")
+    elif outcome.failure is not None:
+        show_failure(outcome.failure, directory)
+    else:
+        say(f"finished in {outcome.seconds:.1f} s")
+    if tracing:
+        say(f"see where the time went: phalanx report {directory.root}")
+
+
+def show_failure(failure: FailureSummary, directory: RunDirectory) -> None:
+    """The first failure in full, the others in a line each."""
+    first = failure.first
+    say(click.style(f"rank {first.rank} failed first", fg="red", bold=True) + f" ({first.how})")
+    for line in (first.traceback or first.message).rstrip().splitlines():
+        click.echo(f"    {line}", err=True)
+    if failure.others:
+        say("meanwhile")
+    for end in failure.others:
+        click.echo(f"    rank {end.rank}: {_meanwhile(end)}", err=True)
+    say(f"all output is in {directory.root}")

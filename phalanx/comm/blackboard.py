@@ -1,0 +1,123 @@
+"""Who failed, and what they said: notes that ranks leave for each other in the group's store.
+
+A collective that fails tells a rank that something is wrong, rarely who. The ranks of a group
+therefore write to the c10d store they already share: a rank that raises posts its message before it
+goes, and ranks whose collective failed call the roll. Nothing is written on the healthy path.
+Must not know of steps, buckets or parameters beyond the text it is given.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from types import TracebackType
+
+import torch.distributed as dist
+
+_POLL_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What a rank said before it left."""
+
+    rank: int
+    when: float
+    message: str
+
+
+class Blackboard:
+    """The notes of one process group. Every call is bounded in time and raises nothing of the store's."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.rank = dist.get_rank(group)
+        self.world = dist.get_world_size(group)
+        self._store = dist.PrefixStore("phalanx/blackboard", group.get_group_store())
+        self._posted = False
+
+    def announce_uncaught(self) -> None:
+        """Post the exception that ends this process, should one do so."""
+        _watched.add(self)
+        if sys.excepthook is not _announce:
+            _previous.append(sys.excepthook)
+            sys.excepthook = _announce
+
+    def post_failure(self, message: str) -> None:
+        """Leave this rank's own message for the others; later posts of the same rank are ignored."""
+        note = json.dumps({"when": time.time(), "message": message[:4000]})
+        try:
+            if not self._posted:
+                self._posted = True
+                self._store.set(f"failed/{self.rank}", note)
+        except (RuntimeError, OSError):
+            pass  # The store died with the rank that hosted it; the others will notice that themselves.
+
+    def retract_failure(self) -> None:
+        """This rank goes on after all: it caught what it had posted."""
+        if self._posted:
+            self._posted = False
+            with contextlib.suppress(RuntimeError, OSError):
+                self._store.delete_key(f"failed/{self.rank}")
+
+    def failures(self) -> list[Failure]:
+        """What other ranks posted, the earliest first."""
+        found = []
+        try:
+            for rank in range(self.world):
+                if rank != self.rank and self._store.check([f"failed/{rank}"]):
+                    note = json.loads(self._store.get(f"failed/{rank}"))
+                    found.append(Failure(rank, note["when"], note["message"]))
+        except (RuntimeError, OSError):
+            pass
+        return sorted(found, key=lambda failure: failure.when)
+
+    def exchange(self, occasion: str, text: str, wait_s: float) -> dict[int, str]:
+        """What each rank says on `occasion`, as far as it comes within `wait_s`; all ranks call this."""
+        deadline = time.monotonic() + wait_s
+        said = {self.rank: text}
+        try:
+            self._store.set_timeout(timedelta(seconds=max(wait_s, 1.0)))
+            self._store.set(f"{occasion}/{self.rank}", text)
+            while len(said) < self.world:
+                for rank in range(self.world):
+                    if rank not in said and self._store.check([f"{occasion}/{rank}"]):
+                        said[rank] = self._store.get(f"{occasion}/{rank}").decode()
+                if len(said) == self.world or time.monotonic() > deadline:
+                    break
+                time.sleep(_POLL_S)
+        except (RuntimeError, OSError):
+            return {self.rank: text}
+        return said
+
+    def roll_call(self, occasion: str, wait_s: float) -> tuple[int, ...]:
+        """The ranks that did not answer to `occasion` within `wait_s`; all others call it too.
+
+        Where the store itself is gone, only its host (rank 0) is known to be missing.
+        """
+        said = self.exchange(f"alive/{occasion}", "1", wait_s)
+        if len(said) == 1 and self.world > 2 and not self._reachable():
+            return (0,)
+        return tuple(rank for rank in range(self.world) if rank not in said)
+
+    def _reachable(self) -> bool:
+        try:
+            return bool(self._store.check(["reachable"])) or True
+        except (RuntimeError, OSError):
+            return False
+
+
+_watched: weakref.WeakSet[Blackboard] = weakref.WeakSet()
+_previous: list[Callable[..., None]] = []
+
+
+def _announce(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
+    """The process is about to end with `error`: tell the other ranks, then do what was done before."""
+    for board in list(_watched):
+        board.post_failure(f"{kind.__name__}: {error}")
+    (_previous[-1] if _previous else sys.__excepthook__)(kind, error, where)

@@ -1,0 +1,95 @@
+"""What every stateful hook's state has in common: its group, its step, and how it is saved."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+
+from ...errors import ConfigError, StateError
+from ..bucket import GradBucket
+from ..collectives import Collectives
+from .group import Group, collectives_of
+
+
+class HookState(abc.ABC):
+    """State that a hook keeps between steps, on one rank.
+
+    `state_dict` is this rank's own: residuals differ between ranks, so each saves and loads its own.
+    Pickling leaves the process group behind; the copy belongs to the default group of the process
+    that unpickles it, until `process_group` is set. `iter` counts the steps done with this state.
+    """
+
+    # The keys of what `tensors` returns.
+    kinds: ClassVar[tuple[str, ...]] = ("residuals",)
+
+    def __init__(self, process_group: Group) -> None:
+        self.process_group = process_group
+        self.iter = 0
+
+    def collectives(self) -> Collectives:
+        """The collectives of the state's group, or of the default group."""
+        return collectives_of(self.process_group)
+
+    def count_step(self, bucket: GradBucket) -> None:
+        """Called once for each bucket; the last one of a step ends it."""
+        if bucket.is_last():
+            self.iter += 1
+
+    @abc.abstractmethod
+    def config(self) -> dict[str, Any]:
+        """The constructor's arguments, without the group."""
+
+    @abc.abstractmethod
+    def tensors(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Copies of what is kept between steps: kind -> parameter name -> tensor."""
+
+    @abc.abstractmethod
+    def load_tensors(self, tensors: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+        """Take over what `tensors` of an equal class returned; all of it has been checked."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that continuing bit for bit needs, beside the constructor's arguments."""
+        return {"hook_state": type(self).__name__, "iter": self.iter, **self.tensors()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where `state_dict` was taken. Raises StateError and changes nothing if it does not fit."""
+        kind = type(self).__name__
+        if state.get("hook_state") != kind:
+            raise StateError(
+                f"expected the state_dict of a {kind}, got one of "
+                f"{state.get('hook_state', 'something else')!r}. Load each state from its own file."
+            )
+        step = state.get("iter")
+        if not isinstance(step, int) or step < 0:
+            raise StateError(f"the state_dict of {kind} has 'iter' {step!r}, expected a count of steps.")
+        for name in self.kinds:
+            _check_tensors(kind, name, state.get(name))
+        self.load_tensors({name: state[name] for name in self.kinds})
+        self.iter = step
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"config": self.config(), "state": self.state_dict()}
+
+    def __setstate__(self, saved: dict[str, Any]) -> None:
+        group = dist.group.WORLD if dist.is_initialized() else None
+        type(self).__init__(self, group, **saved["config"])
+        self.load_state_dict(saved["state"])
+
+
+def check_number(name: str, value: float, low: float, high: float = float("inf")) -> None:
+    """Refuse a setting outside [low, high]."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
+        limits = f"at least {low}" if high == float("inf") else f"between {low} and {high}"
+        raise ConfigError(f"{name} must be a number {limits}, got {value!r}.")
+
+
+def _check_tensors(kind: str, name: str, tensors: object) -> None:
+    if isinstance(tensors, Mapping) and all(
+        isinstance(key, str) and isinstance(value, torch.Tensor) for key, value in tensors.items()
+    ):
+        return
+    raise StateError(f"the state_dict of {kind} has no tensors by parameter name under {name!r}.")

@@ -1,0 +1,103 @@
+"""Waiting for a collective without waiting for ever, and saying afterwards whose fault it was.
+
+Some transports tell only the neighbours of a dead rank, and only that a socket closed. A wait here
+looks at the blackboard once a second, so that one rank's failure reaches all, and turns whatever the
+transport said into an error that names the rank. Must not know of parameters.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..errors import CollectiveTimeout, CommunicationError, PeerFailure
+from .blackboard import Blackboard
+from .collectives import Collectives, Work
+
+_SLICE = timedelta(seconds=1)
+_ROLL_CALL_S = 2.5
+
+
+def group_timeout_s(group: dist.ProcessGroup) -> float:
+    """The group's own time limit for silence."""
+    # No public call returns it; the options of the group's backend do, where it has any.
+    for device in group._device_types:
+        options = getattr(group._get_backend(device), "options", None)
+        if options is not None and hasattr(options, "_timeout"):
+            return float(options._timeout.total_seconds())
+    return float(dist.default_pg_timeout.total_seconds()) if hasattr(dist, "default_pg_timeout") else 1800.0
+
+
+class Patience:
+    """Waits on behalf of one group; `where` in each call says in words what is being waited for."""
+
+    def __init__(self, collectives: Collectives) -> None:
+        self._collectives = collectives
+        self.board = Blackboard(collectives.group)
+        self._timeout_s = group_timeout_s(collectives.group)
+
+    def wait(self, work: Work, where: str) -> None:
+        """Return when the work is done. Raises CommunicationError naming the rank at fault."""
+        if self._collectives.names_failures:
+            try:
+                work.wait()
+            except CommunicationError as error:
+                raise type(error)(f"{where}: {error}", error.ranks) from error
+            return
+        started = time.monotonic()
+        while True:
+            try:
+                work.wait(_SLICE)
+                return
+            except RuntimeError as error:
+                if work.is_completed() or time.monotonic() - started > self._timeout_s:
+                    raise self.explain(error, where) from error
+                if self.board.failures():
+                    raise self.explain(error, where) from error
+
+    def wait_future(self, future: torch.futures.Future[Any], where: str) -> Any:
+        """The future's value; its failure is explained as a collective's is."""
+        finished = threading.Event()
+        future.add_done_callback(lambda _: finished.set())
+        started = time.monotonic()
+        while not finished.wait(_SLICE.total_seconds()):
+            if self.board.failures() or time.monotonic() - started > self._timeout_s:
+                raise self.explain(TimeoutError("the future never completed"), where)
+        try:
+            return future.value()
+        except CommunicationError as error:
+            raise type(error)(f"{where}: {error}", error.ranks) from error
+        except RuntimeError as error:
+            failed = self.board.failures() or _is_transport(error)
+            raise (self.explain(error, where) if failed else error) from error
+
+    def explain(self, error: BaseException, where: str) -> CommunicationError:
+        """The error to raise in place of the transport's own, after asking who is still there."""
+        me = f"rank {self._collectives.rank}: {where}"
+        posted = self.board.failures()
+        missing = () if posted else self.board.roll_call("failure", _ROLL_CALL_S)
+        posted = posted or self.board.failures()
+        if posted:
+            first = posted[0]
+            return PeerFailure(f"{me}: rank {first.rank} failed first: {first.message}", [first.rank])
+        words = " ".join(str(error).split())
+        if not missing:
+            return CommunicationError(f"{me}: the collective failed though every rank answers: {words}")
+        who = ", ".join(map(str, missing))
+        if "imed out" in words or isinstance(error, TimeoutError):
+            return CollectiveTimeout(
+                f"{me}: no answer from rank {who} within the group's time limit of {self._timeout_s:.0f} s. "
+                f"Look at what that rank was doing, or give the group a longer timeout. ({words})",
+                missing,
+            )
+        return PeerFailure(f"{me}: rank {who} died or left the group. Look at its log. ({words})", missing)
+
+
+def _is_transport(error: RuntimeError) -> bool:
+    """Whether a future failed because a connection or a time limit did, not because a hook raised."""
+    return any(word in str(error) for word in ("Connection", "Read error", "imed out", "Broken pipe", "socket"))

@@ -1,0 +1,298 @@
+"""Memory that several processes can map: anonymous memory files which grow with use.
+
+`Arena` is a process's own memory file and the allocator on top of it; `PeerArena` is the same
+file seen from another process. A place in an arena is an `offset` from its beginning, the same
+number in every process, whereas addresses differ. This module knows nothing of ranks or
+collectives.
+
+The file has no name: it is reached only through its descriptor, and the kernel frees it with the
+last process that maps it, so a crash leaves nothing behind. It consists of extents, each mapped
+as one piece; the first page lists them, so that a peer maps an extent when first told of an
+offset inside it. Extents are allocated in full when made (never by a later page fault), so that
+running out of memory is an exception here and not a signal in the middle of a reduction.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import struct
+import threading
+import weakref
+from bisect import bisect_right, insort
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from phalanx.errors import CommunicationError
+
+ALIGNMENT = 64  # a cache line: two tensors never share one
+_PAGE = 4096
+_MIN_EXTENT_BYTES = 1 << 20
+_MAX_GROWTH_BYTES = 1 << 30
+_TABLE_ROW = struct.Struct("<QQ")  # first byte and number of bytes of one extent
+_TABLE_ROWS = _PAGE // _TABLE_ROW.size - 1
+
+
+def aligned(num_bytes: int, alignment: int = ALIGNMENT) -> int:
+    """`num_bytes` rounded up to a multiple of `alignment`."""
+    return (num_bytes + alignment - 1) // alignment * alignment
+
+
+@dataclass(frozen=True)
+class _Extent:
+    start: int
+    num_bytes: int
+    memory: mmap.mmap
+    bytes_view: torch.Tensor  # uint8 over the whole extent; keeps `memory` mapped
+    address: int
+
+
+def _map_extent(fd: int, start: int, num_bytes: int) -> _Extent:
+    try:
+        memory = mmap.mmap(fd, num_bytes, offset=start)
+    except OSError as error:
+        raise CommunicationError(
+            f"cannot map {num_bytes} bytes of shared memory: {error}. Raise the limit on address space "
+            "(ulimit -v), or use fewer ranks a host."
+        ) from error
+    bytes_view = torch.frombuffer(memory, dtype=torch.uint8)
+    return _Extent(start, num_bytes, memory, bytes_view, bytes_view.data_ptr())
+
+
+def _available_bytes() -> int | None:
+    """Memory the kernel could still give out, or None where it does not say."""
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return None
+
+
+def _reserve(fd: int, start: int, num_bytes: int) -> None:
+    """Give the file's bytes [start, start + num_bytes) memory now, or raise saying how much was asked."""
+    available = _available_bytes()
+    remedy = "Use fewer ranks a host, smaller buckets, or a machine with more memory."
+    # Asked in advance: the kernel answers an allocation it cannot meet by killing a process.
+    if available is not None and num_bytes > available:
+        raise CommunicationError(
+            f"out of shared memory: asked for {num_bytes} bytes, {available} are available. {remedy}"
+        )
+    try:
+        os.posix_fallocate(fd, start, num_bytes)
+    except OSError as error:
+        raise CommunicationError(
+            f"out of shared memory: asked for {num_bytes} bytes beyond the {start} in use: {error}. {remedy}"
+        ) from error
+
+
+@dataclass
+class _FreeList:
+    """Free places of an arena, by offset; neighbours inside one extent are merged."""
+
+    starts: list[int] = field(default_factory=list)
+    lengths: dict[int, int] = field(default_factory=dict)
+
+    def take(self, num_bytes: int) -> int | None:
+        """The lowest place with room for `num_bytes`, or None."""
+        for index, start in enumerate(self.starts):
+            length = self.lengths[start]
+            if length >= num_bytes:
+                del self.starts[index], self.lengths[start]
+                if length > num_bytes:
+                    self._add(start + num_bytes, length - num_bytes)
+                return start
+        return None
+
+    def give(self, start: int, num_bytes: int, extent_starts: list[int]) -> None:
+        """Return a place. Pieces of two extents are never merged: they are not adjacent in memory."""
+        index = bisect_right(self.starts, start)
+        if index < len(self.starts) and self.starts[index] == start + num_bytes not in extent_starts:
+            num_bytes += self.lengths.pop(self.starts.pop(index))
+        if index > 0 and start not in extent_starts:
+            before = self.starts[index - 1]
+            if before + self.lengths[before] == start:
+                self.lengths[before] += num_bytes
+                return
+        self._add(start, num_bytes)
+
+    def _add(self, start: int, num_bytes: int) -> None:
+        insort(self.starts, start)
+        self.lengths[start] = num_bytes
+
+
+class _Mapped:
+    """A memory file as this process has mapped it."""
+
+    def __init__(self) -> None:
+        self._extents: list[_Extent] = []
+        self._starts: list[int] = []
+
+    def view(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """The `numel` elements at `offset`. Their owner must have published them since."""
+        extent = self._extent(offset)
+        begin = offset - extent.start
+        return extent.bytes_view[begin : begin + numel * dtype.itemsize].view(dtype)
+
+    def mapping(self, offset: int) -> tuple[mmap.mmap, int]:
+        """The memory that holds `offset`, and where in it."""
+        extent = self._extent(offset)
+        return extent.memory, offset - extent.start
+
+    def _extent(self, offset: int) -> _Extent:
+        return self._extents[bisect_right(self._starts, offset) - 1]
+
+    def _append(self, extent: _Extent) -> None:
+        # In this order: a reader without the lock finds an extent through its start.
+        self._extents.append(extent)
+        self._starts.append(extent.start)
+
+
+class Arena(_Mapped):
+    """This process's own shared memory. Safe to use from several threads."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        # The name shows in /proc/<pid>/maps and nowhere else: it opens nothing.
+        self.fd = os.memfd_create(name, os.MFD_CLOEXEC)
+        self._owner_pid = os.getpid()
+        self._lock = threading.Lock()
+        self._free = _FreeList()
+        # Freed by finalizers, which run at any moment in any thread, even inside `allocate` with
+        # the lock held; appending to a deque needs no lock.
+        self._returned: deque[tuple[int, int]] = deque()
+        self._retired: set[int] = set()
+        _reserve(self.fd, 0, _PAGE)
+        self._table = _map_extent(self.fd, 0, _PAGE)
+        self._num_bytes = _PAGE
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """A zeroed flat tensor with a storage of its own; its memory returns with the last view."""
+        num_bytes = aligned(max(1, numel * dtype.itemsize))
+        offset, fresh = self._take(num_bytes)
+        memory, at = self.mapping(offset)
+        block = (ctypes.c_char * num_bytes).from_buffer(memory, at)
+        # The tensor's storage holds `block`, and `block` the mapping.
+        weakref.finalize(block, self._returned.append, (offset, num_bytes)).atexit = False
+        tensor = torch.frombuffer(block, dtype=dtype, count=max(1, numel))
+        if not fresh:
+            tensor.zero_()
+        return tensor[:numel]
+
+    def locate(self, tensor: torch.Tensor) -> int | None:
+        """The offset of a tensor's first element, or None if it lies elsewhere."""
+        address = tensor.data_ptr()
+        for extent in self._extents:
+            if 0 <= address - extent.address < extent.num_bytes:
+                return extent.start + address - extent.address
+        return None
+
+    def retire(self, offset: int) -> None:
+        """Never hand out again the block that holds `offset`.
+
+        For memory which a peer of a failed collective may still write to: that peer is stopped or
+        slow, and would destroy whatever the block was given to next.
+        """
+        self._retired.add(offset)
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of the file."""
+        return self._num_bytes
+
+    def close(self) -> None:
+        """Let go of the descriptor. Tensors handed out, and what peers have mapped, stay valid."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+    def _take(self, num_bytes: int) -> tuple[int, bool]:
+        if os.getpid() != self._owner_pid:
+            raise CommunicationError(
+                "shared memory of a parent process used after fork. Make process groups in the child itself."
+            )
+        with self._lock:
+            while self._returned:
+                self._give_back(*self._returned.popleft())
+            offset = self._free.take(num_bytes)
+            if offset is not None:
+                return offset, False
+            self._grow(num_bytes)
+            offset = self._free.take(num_bytes)
+            assert offset is not None, "an extent just made has room for what it was made for"
+            return offset, True
+
+    def _give_back(self, start: int, num_bytes: int) -> None:
+        if not any(start <= offset < start + num_bytes for offset in self._retired):
+            self._free.give(start, num_bytes, self._starts)
+
+    def _grow(self, num_bytes: int) -> None:
+        if len(self._extents) == _TABLE_ROWS:
+            raise CommunicationError(
+                f"shared memory in {_TABLE_ROWS} pieces cannot grow by {num_bytes} bytes more. "
+                "Allocate fewer, larger tensors."
+            )
+        # Doubling keeps the extents few; the cap keeps a large arena from taking twice its need.
+        doubled = min(max(self._num_bytes, _MIN_EXTENT_BYTES), _MAX_GROWTH_BYTES)
+        extent_bytes = aligned(max(num_bytes, doubled), _PAGE)
+        try:
+            _reserve(self.fd, self._num_bytes, extent_bytes)
+        except CommunicationError:
+            extent_bytes = aligned(num_bytes, _PAGE)
+            _reserve(self.fd, self._num_bytes, extent_bytes)
+        extent = _map_extent(self.fd, self._num_bytes, extent_bytes)
+        row = len(self._extents)
+        _TABLE_ROW.pack_into(self._table.memory, (row + 1) * _TABLE_ROW.size, extent.start, extent_bytes)
+        _TABLE_ROW.pack_into(self._table.memory, 0, row + 1, 0)
+        self._append(extent)
+        self._free.give(extent.start, extent_bytes, self._starts)
+        self._num_bytes += extent_bytes
+
+
+class PeerArena(_Mapped):
+    """Another process's arena, mapped as far as it was needed.
+
+    One object a memory file, however many groups attach to it: see `attach`.
+    """
+
+    def __init__(self, fd: int) -> None:
+        super().__init__()
+        self._fd = fd
+        weakref.finalize(self, os.close, fd).atexit = False
+        self._lock = threading.Lock()
+        self._table = _map_extent(fd, 0, _PAGE)
+
+    @classmethod
+    def attach(cls, fd: int) -> PeerArena:
+        """The arena behind a descriptor received from its owner; takes over the descriptor."""
+        status = os.fstat(fd)
+        identity = (status.st_dev, status.st_ino)
+        with _attach_lock:
+            arena = _attached.get(identity)
+            if arena is None:
+                arena = _attached[identity] = cls(fd)
+            else:
+                os.close(fd)
+            return arena
+
+    def _extent(self, offset: int) -> _Extent:
+        index = bisect_right(self._starts, offset) - 1
+        if index < 0 or offset >= self._extents[index].start + self._extents[index].num_bytes:
+            self._map_published()
+        return super()._extent(offset)
+
+    def _map_published(self) -> None:
+        with self._lock:
+            (num_extents, _) = _TABLE_ROW.unpack_from(self._table.memory, 0)
+            for row in range(len(self._extents), num_extents):
+                start, num_bytes = _TABLE_ROW.unpack_from(self._table.memory, (row + 1) * _TABLE_ROW.size)
+                self._append(_map_extent(self._fd, start, num_bytes))
+
+
+_attach_lock = threading.Lock()
+_attached: weakref.WeakValueDictionary[tuple[int, int], PeerArena] = weakref.WeakValueDictionary()

@@ -1,0 +1,30 @@
+"""From a store to an engine: the ranks of a group meet, and find out how they can talk."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from phalanx.comm.hierarchical.hosts import host_identity, teams_of
+from phalanx.comm.shm.engine import Engine, TeamEngine
+from phalanx.comm.shm.meeting import Meeting
+from phalanx.comm.shm.memory import process_memory
+from phalanx.comm.shm.team import Board, Team
+
+
+def assemble(
+    store: dist.Store, rank: int, world: int, names: Sequence[int], timeout: timedelta
+) -> Engine:
+    """The engine of a group; every rank of it calls this. `names` are the ranks as messages call them."""
+    meeting = Meeting(store, rank, world, timeout)
+    try:
+        teams = teams_of(meeting.announce(host_identity()))
+        members = next(team for team in teams if rank in team)
+        board, memory = Board(), process_memory()
+        links = meeting.meet(members, board.arena, memory)
+    finally:
+        meeting.close()
+    team = Team(rank, members, links, board, memory)
+    return TeamEngine(team)

@@ -1,0 +1,50 @@
+"""The direct path to a phalanx group: `Collectives` on its gateway, without c10d in between."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from phalanx.comm.collectives import Collectives, Work
+from phalanx.comm.shm.gateway import Gateway, parts
+from phalanx.comm.shm.memory import process_memory
+from phalanx.comm.shm.reduction import Reduction
+
+
+class ShmCollectives(Collectives):
+    """Collectives of one phalanx group, on tensors of the processor.
+
+    Tensors from `allocate` are reduced where they lie; any other tensor costs a copy each way.
+    """
+
+    fuses_scale = True
+
+    def __init__(self, group: dist.ProcessGroup, gateway: Gateway) -> None:
+        self.group = group
+        self.rank = gateway.engine.rank
+        self.world = gateway.engine.world
+        self._gateway = gateway
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A zeroed flat tensor in the segment, if `device` is the processor."""
+        if device.type != "cpu":
+            return torch.zeros(numel, dtype=dtype, device=device)
+        return process_memory().allocate(numel, dtype)
+
+    def all_reduce(self, tensor: torch.Tensor, scale: float = 1.0) -> Work:
+        """Replace `tensor` on every rank by scale × the sum over ranks."""
+        return self._gateway.all_reduce(tensor, Reduction.SUM, scale, blocking=False)
+
+    def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, scale: float = 1.0) -> Work:
+        """Give rank r the r-th equal slice of scale × the sum of `input`."""
+        return self._gateway.reduce_scatter(output, input, Reduction.SUM, scale, blocking=False)
+
+    def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Work:
+        """Fill the r-th equal slice of `output` with rank r's `input`."""
+        return self._gateway.all_gather(
+            parts(output.view(-1), self.world), input, blocking=False, result=[output]
+        )
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> Work:
+        """Replace `tensor` on every rank by that of rank `source`."""
+        return self._gateway.broadcast(tensor, source, blocking=False)

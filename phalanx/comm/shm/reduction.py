@@ -1,0 +1,94 @@
+"""The arithmetic of reductions: several tensors into one, always in the order of the ranks.
+
+The order is fixed, so the result depends neither on timing nor on which rank computes it. Sums and
+products of 16-bit floats are carried in float32 and rounded once at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from enum import IntEnum
+
+import torch
+
+
+class Reduction(IntEnum):
+    """How elements of several ranks become one. A mean is a sum with a scale."""
+
+    SUM = 0
+    PRODUCT = 1
+    MIN = 2
+    MAX = 3
+    BAND = 4
+    BOR = 5
+    BXOR = 6
+
+
+_Operation = Callable[..., torch.Tensor]
+
+_OPERATIONS: dict[Reduction, _Operation] = {
+    Reduction.SUM: torch.add,
+    Reduction.PRODUCT: torch.mul,
+    Reduction.MIN: torch.minimum,
+    Reduction.MAX: torch.maximum,
+    Reduction.BAND: torch.bitwise_and,
+    Reduction.BOR: torch.bitwise_or,
+    Reduction.BXOR: torch.bitwise_xor,
+}
+_CARRIED_WIDE = (torch.float16, torch.bfloat16)
+_ROUNDING = (Reduction.SUM, Reduction.PRODUCT)
+
+# Elements a reduction handles at a time: what is read stays in the second-level cache until it is
+# written to the last of its places.
+CHUNK_BYTES = 256 * 1024
+
+
+def reduce_into(
+    target: torch.Tensor, sources: Sequence[torch.Tensor], reduction: Reduction, scale: float = 1.0
+) -> None:
+    """Write scale × the reduction of `sources` to `target`, which may be the first source itself.
+
+    All are flat, of one length and one dtype. `target` may be any of the sources.
+    """
+    operation = _OPERATIONS[reduction]
+    if len(sources) == 1:
+        if target is not sources[0]:
+            target.copy_(sources[0])
+        _scale(target, scale)
+    elif len(sources) > 2 and (_rounds_often(target.dtype, reduction) or _is_one_of(target, sources[2:])):
+        # In a place of its own: wider, or because `target` is still to be read.
+        wide = torch.float32 if target.dtype in _CARRIED_WIDE else target.dtype
+        carried = sources[0].to(wide, copy=True)
+        for source in sources[1:]:
+            operation(carried, source, out=carried)
+        _scale(carried, scale)
+        target.copy_(carried)
+    elif scale != 1.0 and _rounds_often(target.dtype, reduction):
+        carried = operation(sources[0].to(torch.float32), sources[1])
+        _scale(carried, scale)
+        target.copy_(carried)
+    else:
+        operation(sources[0], sources[1], out=target)
+        for source in sources[2:]:
+            operation(target, source, out=target)
+        _scale(target, scale)
+
+
+def _rounds_often(dtype: torch.dtype, reduction: Reduction) -> bool:
+    # Two 16-bit terms are added in float32 and rounded once anyway; more, or a factor, are not.
+    return dtype in _CARRIED_WIDE and reduction in _ROUNDING
+
+
+def _is_one_of(target: torch.Tensor, sources: Sequence[torch.Tensor]) -> bool:
+    address = target.data_ptr()
+    return any(source.data_ptr() == address for source in sources)
+
+
+def _scale(tensor: torch.Tensor, scale: float) -> None:
+    if scale == 1.0:
+        return
+    if tensor.dtype.is_floating_point:
+        tensor.mul_(scale)
+    else:
+        # A mean of integers: the quotient towards zero, as C and NCCL have it.
+        tensor.div_(round(1 / scale), rounding_mode="trunc")

@@ -1,0 +1,199 @@
+"""The ranks of one host in one group: their boards, and the steps they take together.
+
+Everything a team does is a sequence of steps. In a step each rank signals all others, then waits
+for a signal from each; what was stored before the signal may be read after the wait. All ranks
+take the same steps in the same order, because each collective begins with the step `open`, in
+which they compare what they are about to do.
+
+A rank's board is a piece of its shared memory that all can read: two headers and two slots, used in
+turn by successive collectives. A rank writes into the pair of collective n + 2 only after the first
+step of n + 1, which no peer takes before it has finished n; hence the pair of n is no longer read.
+
+This module knows steps, not what is computed between them, nor how a wait can fail (`watch`).
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch
+
+from phalanx.comm.shm.arena import Arena
+from phalanx.comm.shm.call import PACKED_BYTES, Call, unpacked
+from phalanx.comm.shm.link import Link
+from phalanx.comm.shm.watch import Watch
+from phalanx.errors import CommunicationError, MismatchError
+
+SLOT_BYTES = 256 * 1024  # what a rank can hand over in the opening step itself
+NOWHERE = -1
+
+_PROGRESS = struct.Struct("<Q")
+_PLACES = struct.Struct("<qqq")
+_HEADER_BYTES = 128
+_HEADERS_AT = 64
+_SLOTS_AT = 4096
+_BOARD_BYTES = _SLOTS_AT + 2 * SLOT_BYTES
+_MAX_CACHED_SLOTS = 256
+
+# Called with the collective, the number of the step in it, and "before", "signalled" or "after".
+Observer = Callable[[str, int, str], None]
+
+
+class Places(NamedTuple):
+    """Where a rank's data for the collective at hand lies, as far as others may reach it."""
+
+    memory: int = NOWHERE  # offset in the memory handed out to users
+    stage: int = NOWHERE  # offset in the arena of the boards
+    numel: int = 0  # how many elements the rank contributes
+
+
+class Board:
+    """A rank's own board. Made before the meeting, so that no peer can look for it too early."""
+
+    def __init__(self) -> None:
+        self.arena = Arena("phalanx-board")
+        # The first thing allocated in its arena, so that it lies at the same offset in everybody's.
+        self._block = self.arena.allocate(_BOARD_BYTES, torch.uint8)
+        offset = self.arena.locate(self._block)
+        assert offset is not None, "the board was allocated in its own arena"
+        self.offset = offset
+
+
+class Team:
+    """This process's view of its team. One thread at a time takes steps; any may `break_`.
+
+    `names` are the group's ranks in the order of the team, `links` the peers by rank.
+    """
+
+    def __init__(
+        self, rank: int, names: Sequence[int], links: Mapping[int, Link], board: Board, memory: Arena
+    ) -> None:
+        self.names = tuple(names)
+        self.index = self.names.index(rank)
+        self.size = len(self.names)
+        self.memory = memory
+        self.observer: Observer | None = None
+        self.watch = Watch(rank, [links[name] for name in self.names if name != rank])
+        self._board = board
+        self._boards = [board.arena if name == rank else links[name].board for name in self.names]
+        self._memories = [memory if name == rank else links[name].memory for name in self.names]
+        self._own_page, self._own_at = board.arena.mapping(board.offset)
+        self._peer_pages = [link.board.mapping(board.offset) for link in self.watch.links]
+        self._outboxes = [link.outbox for link in self.watch.links]
+        self._timeout_s = 0.0
+        self._sequence = 0  # of the collective to open next
+        self._num_steps = 0  # taken since the team met
+        self._step = 0  # of the collective under way
+        self._call: Call | None = None
+        self._slots: dict[tuple[int, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+
+    def slots(self, numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
+        """Everybody's slot of the next collective, by index, as `numel` elements."""
+        pair = self._slots.get((numel, dtype))
+        if pair is None:
+            if len(self._slots) == _MAX_CACHED_SLOTS:
+                self._slots.clear()
+            first = self._board.offset + _SLOTS_AT
+            pair = (
+                [board.view(first, numel, dtype) for board in self._boards],
+                [board.view(first + SLOT_BYTES, numel, dtype) for board in self._boards],
+            )
+            self._slots[numel, dtype] = pair
+        return pair[self._sequence & 1]
+
+    def open(self, call: Call, timeout: timedelta, places: Places = Places()) -> None:
+        """Begin a collective: publish what this rank is about to do, meet all, and compare.
+
+        What was written into this rank's slot before is visible to all afterwards. A rank with
+        another call is a `MismatchError` on every rank, and leaves the team as usable as before.
+        """
+        self._timeout_s = timeout.total_seconds()
+        self._call = call
+        self._step = 0
+        self.watch.doing = call.name
+        at = _HEADERS_AT + (self._sequence & 1) * _HEADER_BYTES
+        header = call.packed + _PLACES.pack(*places)
+        self._own_page[self._own_at + at : self._own_at + at + len(header)] = header
+        self._sequence += 1
+        self.step()
+        for page, page_at in self._peer_pages:
+            if page[page_at + at : page_at + at + PACKED_BYTES] != call.packed:
+                raise self._mismatch(call, at)
+
+    def places(self, own: Places) -> list[Places]:
+        """What each rank gave as its places when the collective under way was opened."""
+        at = _HEADERS_AT + (self._sequence - 1 & 1) * _HEADER_BYTES + PACKED_BYTES
+        all_places = [Places(*_PLACES.unpack_from(page, page_at + at)) for page, page_at in self._peer_pages]
+        all_places.insert(self.index, own)
+        return all_places
+
+    def step(self) -> None:
+        """Signal all peers, then wait for all of them."""
+        self.watch.check()
+        if self.observer is not None:
+            self._observe("before")
+        self._num_steps += 1
+        _PROGRESS.pack_into(self._own_page, self._own_at, self._num_steps)
+        for outbox in self._outboxes:
+            os.eventfd_write(outbox, 1)
+        if self.observer is not None:
+            self._observe("signalled")
+        for link in self.watch.links:
+            if not link.arrived():
+                self.watch.wait(link, self._timeout_s, self._laggards)
+        if self.observer is not None:
+            self._observe("after")
+        self._step += 1
+
+    def view(self, index: int, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Memory that rank `index` of the team was handed by `allocate`."""
+        return self._memories[index].view(offset, numel, dtype)
+
+    def stage(self, index: int, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Memory that rank `index` of the team took from the arena of its board."""
+        return self._boards[index].view(offset, numel, dtype)
+
+    def allocate_stage(self, num_bytes: int) -> tuple[torch.Tensor, int]:
+        """Memory for the team's own use, never reused for anything else, and its offset."""
+        stage = self._board.arena.allocate(num_bytes, torch.uint8)
+        offset = self._board.arena.locate(stage)
+        assert offset is not None, "the stage was allocated in the board's arena"
+        return stage, offset
+
+    def fail(self, error: BaseException) -> None:
+        """Break the team because of what happened in this process in the middle of a collective."""
+        rank = self.names[self.index]
+        text = f"rank {rank} failed in {self.watch.doing}: {type(error).__name__}: {error}"
+        self.watch.break_(CommunicationError(text, (rank,)))
+
+    def close(self) -> None:
+        """Close every descriptor. No thread may be in a step."""
+        self.watch.close()
+        self._board.arena.close()
+
+    def _laggards(self) -> list[int]:
+        """The ranks that keep this one waiting: of those absent, the ones with the fewest steps."""
+        steps = {
+            link.name: _PROGRESS.unpack_from(page, page_at)[0]
+            for link, (page, page_at) in zip(self.watch.links, self._peer_pages, strict=True)
+        }
+        behind = {name: count for name, count in steps.items() if count < self._num_steps}
+        absent = behind or steps
+        return [name for name, count in absent.items() if count == min(absent.values())]
+
+    def _mismatch(self, call: Call, at: int) -> MismatchError:
+        calls = [unpacked(page[a + at : a + at + PACKED_BYTES]) for page, a in self._peer_pages]
+        calls.insert(self.index, call)
+        listing = ", ".join(f"rank {name}: {c}" for name, c in zip(self.names, calls, strict=True))
+        return MismatchError(
+            f"rank {self.names[self.index]}: the ranks call different collectives: {listing}. "
+            "Call the same collectives in the same order, with equal sizes, on every rank."
+        )
+
+    def _observe(self, moment: str) -> None:
+        assert self.observer is not None and self._call is not None
+        self.observer(self._call.name, self._step, moment)

@@ -1,0 +1,134 @@
+"""Waiting for peers: patient, and awake to whatever may make the wait vain.
+
+`Watch` turns "wait for this peer's signal" into one of: it came; the peer died, left, or reported a
+failure; the time limit passed; somebody here called off the wait. Each of the latter is an error, and
+the first error is final: it is told to all peers and raised again at every later wait.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from phalanx.comm.shm.link import Link, Notice, NoticeKind, make_signal
+from phalanx.errors import CollectiveTimeout, CommunicationError, PeerFailure
+
+# How often to look for a signal before blocking in the kernel. A look costs about a microsecond,
+# being woken up several; looking longer only takes the processor from whoever is to signal.
+_LOOKS = 40
+
+
+class Watch:
+    """One rank's watch over its links. One thread waits at a time; any thread may break it.
+
+    `name` and the links' `name` are the ranks as messages call them.
+    """
+
+    def __init__(self, name: int, links: Sequence[Link]) -> None:
+        self.name = name
+        self.links = tuple(links)
+        self.doing = "meeting"  # what the ranks are at, for messages
+        self._broken: CommunicationError | None = None
+        self._lock = threading.Lock()
+        num_processors = len(os.sched_getaffinity(0))
+        self._looks = _LOOKS if len(links) < num_processors else 0
+        self._wake = make_signal()
+        self._control = select.epoll()
+        self._control.register(self._wake, select.EPOLLIN)
+        for link in self.links:
+            self._control.register(link.connection.fileno(), select.EPOLLIN)
+
+    @property
+    def broken(self) -> CommunicationError | None:
+        """The error that ended this watch, if any."""
+        return self._broken
+
+    def check(self) -> None:
+        """Raise if the watch is broken."""
+        if self._broken is not None:
+            raise _again(self._broken)
+
+    def wait(self, link: Link, timeout_s: float, laggards: Callable[[], Sequence[int]]) -> None:
+        """Consume one signal of `link`, or raise. `laggards` names who is missing, at a timeout."""
+        for _ in range(self._looks):
+            if link.arrived():
+                return
+        deadline = time.monotonic() + timeout_s
+        poller = link.poller(self._control.fileno())
+        while True:
+            remaining = deadline - time.monotonic()
+            ready = poller.poll(max(0.0, remaining) * 1000)
+            if link.arrived():
+                return
+            self.check()
+            if not ready and remaining <= 0:
+                raise self._time_out(timeout_s, laggards())
+            self._take_notices()
+            if link.notice is not None and not link.arrived():
+                raise self._fail(f"rank {link.name} left the group", (link.name,))
+            elif link.notice is not None:
+                return
+
+    def break_(self, error: CommunicationError, tell: bool = True) -> CommunicationError:
+        """End the watch with `error`, unless it has ended: return the error that did end it."""
+        with self._lock:
+            if self._broken is not None:
+                return self._broken
+            self._broken = error
+        if tell:
+            kind = NoticeKind.TIMEOUT if isinstance(error, CollectiveTimeout) else NoticeKind.FAILURE
+            for link in self.links:
+                link.tell(Notice(kind, str(error), error.ranks))
+        os.eventfd_write(self._wake, 1)
+        return error
+
+    def leave(self, reason: CommunicationError) -> None:
+        """Tell every peer that this rank leaves, and end the watch."""
+        for link in self.links:
+            link.tell(Notice(NoticeKind.FAREWELL))
+        self.break_(reason, tell=False)
+
+    def close(self) -> None:
+        """Close every descriptor. No thread may be waiting."""
+        self._control.close()
+        os.close(self._wake)
+        for link in self.links:
+            link.close()
+
+    def _take_notices(self) -> None:
+        """Read what peers have to say; raise if one of them failed or died."""
+        for link in self.links:
+            while link.notice is None and (notice := link.listen()) is not None:
+                if notice.kind is NoticeKind.FAREWELL:
+                    # Its socket will end, which is no news any more.
+                    self._control.unregister(link.connection.fileno())
+                elif notice.kind is NoticeKind.DEATH:
+                    raise self._fail(f"the process of rank {link.name} died", (link.name,))
+                else:
+                    raise self._repeat(notice)
+
+    def _fail(self, what: str, ranks: tuple[int, ...]) -> CommunicationError:
+        text = f"rank {self.name}: {what} while rank {self.name} was waiting in {self.doing}."
+        remedy = " See that rank's own output for the reason; the group cannot be used any more."
+        return _again(self.break_(PeerFailure(text + remedy, ranks)))
+
+    def _time_out(self, timeout_s: float, ranks: Sequence[int]) -> CommunicationError:
+        missing = ", ".join(str(rank) for rank in ranks)
+        text = (
+            f"rank {self.name}: {self.doing} timed out after {timeout_s:g} s: rank {missing} did not take part. "
+            "See what that rank is doing (py-spy dump), or raise the group's timeout."
+        )
+        return _again(self.break_(CollectiveTimeout(text, tuple(ranks))))
+
+    def _repeat(self, notice: Notice) -> CommunicationError:
+        error = CollectiveTimeout if notice.kind is NoticeKind.TIMEOUT else PeerFailure
+        # Not told on: whoever noticed first has told everybody.
+        return _again(self.break_(error(notice.text, notice.ranks), tell=False))
+
+
+def _again(error: CommunicationError) -> CommunicationError:
+    """A fresh copy to raise: a raised exception keeps the frames it went through."""
+    return type(error)(str(error), error.ranks)

@@ -1,0 +1,76 @@
+"""Whether all ranks wrapped the same model, asked before any data moves.
+
+Ranks compare digests; only when they differ do they exchange the whole description, to name the first
+parameter that is different and the ranks that have it. Raises on every rank, or on none.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..comm.collectives import Collectives
+from ..comm.patience import Patience
+from ..errors import MismatchError
+from ..plan import BucketPlan
+
+
+def _device_of(group: dist.ProcessGroup) -> torch.device:
+    types = {device.type for device in group._device_types}
+    return torch.device("cpu" if "cpu" in types or not types else next(iter(types)))
+
+
+def _describe(spec: dict[str, Any] | None) -> str:
+    if spec is None:
+        return "no such parameter"
+    layout = f"shape {spec['shape']}, {spec['dtype']}, stride {spec['stride']}"
+    return f"'{spec['name']}' ({layout}{', sparse' if spec['sparse'] else ''})"
+
+
+def _first_difference(plans: list[dict[str, Any]], rank: int) -> str:
+    mine = plans[0]
+    for other, plan in enumerate(plans):
+        if plan == mine:
+            continue
+        ours, theirs = mine["specs"], plan["specs"]
+        for index in range(max(len(ours), len(theirs))):
+            left = ours[index] if index < len(ours) else None
+            right = theirs[index] if index < len(theirs) else None
+            if left != right:
+                return (
+                    f"rank {rank}: DDP expects same model across all ranks, but the models of the ranks differ. "
+                    f"Parameter {index}: rank 0 has {_describe(left)}, rank {other} has {_describe(right)} "
+                    f"({len(ours)} and {len(theirs)} trainable parameters). "
+                    "Wrap the same model, with parameters in the same order, on every rank."
+                )
+        return (
+            f"rank {rank}: the ranks' plans differ though their parameters are the same: rank 0 has bucket caps "
+            f"{mine['caps_bytes']}, rank {other} has {plan['caps_bytes']}. Give every rank the same bucket_cap_mb."
+        )
+    return f"rank {rank}: the ranks' settings differ. Give every rank the same arguments."
+
+
+def verify_same(plan: BucketPlan, settings: str, collectives: Collectives, patience: Patience) -> None:
+    """Raise MismatchError on every rank unless all have the same plan and the same `settings`."""
+    mine = torch.frombuffer(bytearray(bytes.fromhex(plan.hash) + settings.encode().ljust(96)[:96]), dtype=torch.uint8)
+    device = _device_of(collectives.group)
+    mine = mine.to(device)
+    everyone = torch.empty(collectives.world * mine.numel(), dtype=torch.uint8, device=device)
+    patience.wait(collectives.all_gather(everyone, mine), "comparing the models of the ranks")
+    rows = everyone.view(collectives.world, -1)
+    if bool((rows == rows[0]).all()):
+        return
+    plans: list[Any] = [None] * collectives.world
+    dist.all_gather_object(plans, json.dumps(plan.to_json()), group=collectives.group)
+    values = [json.loads(text) for text in plans]
+    if all(value == values[0] for value in values):
+        said = [bytes(row[32:].tolist()).decode().strip() for row in rows.cpu()]
+        table = "; ".join(f"rank {rank}: {words}" for rank, words in enumerate(said))
+        raise MismatchError(
+            f"rank {collectives.rank}: the ranks wrapped the same model with different settings ({table}). "
+            "Give every rank the same arguments."
+        )
+    raise MismatchError(_first_difference(values, collectives.rank))

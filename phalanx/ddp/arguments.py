@@ -1,0 +1,197 @@
+"""The constructor's arguments checked and put into the form the rest works with.
+
+Every refusal here happens before any communication, so it is the same on every rank that passes the same.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parameter import UninitializedParameter
+
+from ..errors import ArgumentTypeError, ConfigError, PhalanxError
+from ..plan import BucketCaps
+from ..plan.buckets import DEFAULT_CAP_BYTES, DEFAULT_FIRST_CAP_BYTES, MIB
+
+
+class UnsuitableModel(PhalanxError, RuntimeError):
+    """A module that cannot be wrapped as it is."""
+
+
+def choose_group(process_group: dist.ProcessGroup | None, device_mesh: DeviceMesh | None) -> dist.ProcessGroup:
+    """The group that the two arguments name; the default group if neither does."""
+    if process_group is not None and device_mesh is not None:
+        raise UnsuitableModel("Cannot specify both process_group and device_mesh arguments. Give one of them.")
+    if device_mesh is not None:
+        if device_mesh.ndim != 1:
+            raise UnsuitableModel(
+                f"Only 1D device mesh is supported, but got {device_mesh}. Slice out the data-parallel dimension."
+            )
+        return device_mesh.get_group(mesh_dim=0)
+    if process_group is None:
+        if not dist.is_initialized():
+            raise ConfigError(
+                "Default process group has not been initialized. Call phalanx.init() or "
+                "torch.distributed.init_process_group() before wrapping a model."
+            )
+        process_group = dist.group.WORLD
+    if not isinstance(process_group, dist.ProcessGroup):
+        raise ArgumentTypeError(
+            f"process_group must be a process group this rank belongs to, got {process_group!r}. "
+            "Wrap the model only on the ranks of the group."
+        )
+    return process_group
+
+
+def choose_caps(bucket_cap_mb: float | None, bucket_cap_mb_list: Sequence[float] | None) -> BucketCaps:
+    """Caps in bytes. The first bucket is small only by default, so that communication starts early."""
+    if bucket_cap_mb_list:
+        return BucketCaps(tuple(int(cap * MIB) for cap in bucket_cap_mb_list))
+    if bucket_cap_mb is None:
+        return BucketCaps((DEFAULT_FIRST_CAP_BYTES, DEFAULT_CAP_BYTES))
+    return BucketCaps((int(bucket_cap_mb * MIB),))
+
+
+def choose_buffer_sync(broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> tuple[bool, bool]:
+    """(before each forward, at the start): the newer argument never switches off the start."""
+    if broadcast_buffers is not None:
+        also = (
+            " Both `broadcast_buffers` and `forward_sync_buffers` were specified; the former is ignored."
+            if forward_sync_buffers is not None
+            else " It also switched off the synchronisation at the start, which `forward_sync_buffers=False` keeps."
+        )
+        text = f"`broadcast_buffers` is deprecated. Use `forward_sync_buffers` instead.{also}"
+        warnings.warn(text, FutureWarning, stacklevel=4)
+    if forward_sync_buffers is not None:
+        return bool(forward_sync_buffers), True
+    chosen = True if broadcast_buffers is None else bool(broadcast_buffers)
+    return chosen, chosen
+
+
+def check_parameters(named: Sequence[tuple[str, torch.nn.Parameter]], num_delayed: int) -> None:
+    """Refuse a module without anything to reduce, or whose parameters have no shape yet."""
+    for name, param in named:
+        if isinstance(param, UninitializedParameter):
+            raise UnsuitableModel(
+                f"Modules with uninitialized parameters can't be used with `DistributedDataParallel`: '{name}' "
+                "has no shape yet. Run a dummy forward pass to correctly initialize the modules."
+            )
+    if not num_delayed and not any(param.requires_grad for _, param in named):
+        raise UnsuitableModel(
+            "DistributedDataParallel is not needed when a module doesn't have any parameter that requires a "
+            "gradient. Use the module as it is, or unfreeze what you want to train before wrapping it."
+        )
+    types = sorted({param.device.type for _, param in named})
+    if len(types) > 1:
+        first = {kind: next(name for name, param in named if param.device.type == kind) for kind in types}
+        where = ", ".join(f"'{name}' on {kind}" for kind, name in first.items())
+        raise ConfigError(
+            "DistributedDataParallel's input module must be on the same type of devices, but input module "
+            f"parameters locate in {set(types)} ({where}). Move the module to one type of device before wrapping it."
+        )
+
+
+def choose_devices(
+    device_ids: Sequence[Any] | None, output_device: Any, params: Sequence[torch.nn.Parameter]
+) -> tuple[list[int] | None, int | None]:
+    """(device_ids, output_device) as indices, or (None, None) where inputs are left where they are."""
+    if device_ids is not None and len(device_ids) > 1:
+        raise ConfigError(
+            f"device_ids can only be None or contain a single element, got {list(device_ids)}. "
+            "Start one process a device."
+        )
+    devices = {param.device for param in params}
+    kind = next(iter(devices)).type if devices else "cpu"
+    if not device_ids or kind == "cpu" or len(devices) > 1:
+        if device_ids or output_device:
+            raise ConfigError(
+                "DistributedDataParallel device_ids and output_device arguments only work with "
+                "single-device/multiple-device GPU modules or CPU modules, but got device_ids "
+                f"{device_ids}, output_device {output_device}, and module parameters {devices}. "
+                "Leave both out for a module on CPU or on several devices."
+            )
+        return None, None
+    indices = [_device_index(device) for device in device_ids]
+    return indices, indices[0] if output_device is None else _device_index(output_device)
+
+
+def _device_index(device: Any) -> int:
+    if isinstance(device, int):
+        return device
+    index = torch.device(device).index
+    return torch.cuda.current_device() if index is None else index
+
+
+def check_delayed(names_and_params: Any, trigger: Any) -> list[tuple[str, torch.nn.Parameter]]:
+    """The delayed parameters; both arguments come together or not at all."""
+    if (names_and_params is None) != (trigger is None):
+        raise ConfigError(
+            "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time. "
+            "Give both, or neither."
+        )
+    return [] if names_and_params is None else list(names_and_params)
+
+
+def sparse_names(module: torch.nn.Module) -> set[str]:
+    """The qualified names of parameters that produce sparse gradients."""
+    return {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, child in module.named_modules()
+        if isinstance(child, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and child.sparse
+        for name, _ in child.named_parameters(recurse=False)
+    }
+
+
+def adapt_to_mesh(module: torch.nn.Module, mesh: DeviceMesh | None) -> None:
+    """Where the mesh is a slice of a larger one, the other dimensions' parameters are made local first."""
+    if mesh is not None and mesh._get_root_mesh() != mesh:
+        # Private, but the one way in which torch lets data parallelism compose with tensor parallelism.
+        from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
+
+        _pre_dp_module_transform(module)
+
+
+def check_layers(module: torch.nn.Module, device_type: str) -> None:
+    """Refuse layers that cannot work on the module's device."""
+    for name, layer in module.named_modules():
+        if isinstance(layer, torch.nn.SyncBatchNorm) and device_type == "cpu":
+            raise ConfigError(
+                f"SyncBatchNorm layers only work with GPU modules, but '{name}' is on CPU. "
+                "Use BatchNorm there, or move the module to a GPU."
+            )
+
+
+def warn_deprecated(check_reduction: bool) -> None:
+    if check_reduction:
+        text = "The `check_reduction` argument in `DistributedDataParallel` is deprecated and has no effect."
+        warnings.warn(text, FutureWarning, stacklevel=3)
+
+
+def choose_views(gradient_as_bucket_view: bool, mixed_precision: Any) -> bool:
+    """Views need gradients of the buckets' dtype, which mixed precision does not give."""
+    if gradient_as_bucket_view and mixed_precision is not None:
+        warnings.warn(
+            "gradient_as_bucket_view=True has no effect with mixed_precision: gradients are kept in full "
+            "precision, buckets in the precision of the reduction.",
+            stacklevel=3,
+        )
+        return False
+    return bool(gradient_as_bucket_view)
+
+
+def choose_on_unused(on_unused: str | None, expected: bool) -> str:
+    """What to do about unused parameters; nothing where the user said that there are some."""
+    if on_unused is None:
+        return "ignore" if expected else "warn"
+    if on_unused not in ("ignore", "warn", "raise"):
+        raise ConfigError(f'on_unused must be "ignore", "warn" or "raise", got {on_unused!r}.')
+    return on_unused
+
+
+def name_of(hook: Any) -> str:
+    return str(getattr(hook, "__qualname__", type(hook).__name__))

@@ -1,0 +1,200 @@
+"""A bucket of the plan with memory behind it: gradients are packed in, reduced, and unpacked.
+
+    stage      `.grad` of its parameters                     `body`
+    FILLING    local gradients, arriving one by one          free
+    LAUNCHED   local gradients (views: the memory in flight) in flight, owned by the transport
+    REDUCED    local gradients (views: the mean)             the mean
+    FILLING    the mean, after `unpack`                      free (views: is `.grad`)
+
+Owns the flat buffer and the views into it. Must not know when to launch, nor of other buckets.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..comm.bucket import GradBucket
+from ..comm.collectives import Collectives, Work
+from ..plan import Bucket, ParamSpec
+from .tail import Tail
+
+# From this size on, a fused copy-and-scale of its own beats an extra pass over memory.
+_LARGE_BYTES = 64 * 1024
+
+
+class Stage(enum.Enum):
+    FILLING = enum.auto()
+    LAUNCHED = enum.auto()
+    REDUCED = enum.auto()
+
+
+class LiveBucket:
+    """One bucket's memory, parameters and progress through a backward pass."""
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        specs: Sequence[ParamSpec],
+        params: Sequence[torch.nn.Parameter],
+        collectives: Collectives,
+        tail: Tail,
+        tail_rides: bool,
+    ) -> None:
+        self.index = bucket.index
+        self.is_last = False
+        self.slots = bucket.slots
+        self.sparse = bucket.sparse
+        self.params = [params[slot.param] for slot in bucket.slots]
+        self.names = [specs[slot.param].name for slot in bucket.slots]
+        self.tail = tail
+        self.tail_rides = tail_rides and not bucket.sparse
+        device = self.params[0].device
+        numel = 0 if bucket.sparse else bucket.numel
+        riding = tail.numel if self.tail_rides else 0
+        self.flat = collectives.allocate(numel + riding, bucket.dtype, device)
+        self.body = self.flat.narrow(0, 0, numel)
+        self.tail_data = (
+            self.flat.narrow(0, numel, riding)
+            if self.tail_rides
+            else torch.zeros(tail.numel, dtype=torch.float32, device=device)
+        )
+        self.views = [] if bucket.sparse else [_view(self.body, slot, specs[slot.param]) for slot in self.slots]
+        item = bucket.dtype.itemsize
+        self._large = [i for i, slot in enumerate(self.slots) if slot.numel * item >= _LARGE_BYTES]
+        large = set(self._large)
+        self._small = [i for i in range(len(self.slots)) if i not in large]
+        self._small_views = [self.views[i] for i in self._small] if self.views else []
+        self.num_bytes = bucket.num_bytes
+        self.stage = Stage.FILLING
+        # How many gradients have to arrive before the bucket is full, and how many still do.
+        self.expected = len(self.slots)
+        self.pending = self.expected
+        self.held = False
+        self.work: Work | None = None
+        self.tail_work: Work | None = None
+        self.future: torch.futures.Future[Any] | None = None
+        self.sparse_grad: torch.Tensor | None = None
+        self.grad_bucket: GradBucket | None = None
+        self.kept: dict[int, torch.Tensor] = {}
+
+    def rearm(self) -> None:
+        """Ready for the next backward pass; frees what the last one held."""
+        self.stage = Stage.FILLING
+        self.pending = self.expected
+        self.held = False
+        self.work = self.tail_work = self.future = self.sparse_grad = None
+        self.kept.clear()
+
+    # -- in ------------------------------------------------------------------------------------
+
+    def pack(self, scale: float, as_views: bool) -> None:
+        """Bring every local gradient, times `scale`, into the body. All parameters have one."""
+        grads = [param.grad for param in self.params]
+        if as_views:
+            self._adopt(grads)
+            if scale != 1.0:
+                self.body.mul_(scale)
+            return
+        try:
+            self._copy_in(grads, scale)
+        except (RuntimeError, NotImplementedError):
+            # A sparse gradient where the plan expects a dense one: rare, and right this way too.
+            if not any(grad is not None and grad.layout != torch.strided for grad in grads):
+                raise
+            self._copy_in([self._densify(i) for i in range(len(grads))], scale)
+
+    def pack_some(self, scale: float, as_views: bool, used: Sequence[int]) -> None:
+        """As `pack`, where parameters may lack a gradient: they contribute what they hold, or zero.
+
+        In view mode the gradient of an unused parameter is itself part of the body, so it is kept
+        aside until it is known whether another rank used it.
+        """
+        for i, (param, view) in enumerate(zip(self.params, self.views, strict=True)):
+            grad = param.grad
+            if grad is not None and grad.layout != torch.strided:
+                grad = self._densify(i)
+            if as_views and not used[i] and grad is not None:
+                self.kept[i] = grad.detach().clone()
+            if grad is None:
+                view.zero_()
+            elif not _same(grad, view):
+                view.copy_(grad)
+            if as_views and used[i]:
+                param.grad = view
+        if scale != 1.0:
+            self.body.mul_(scale)
+
+    def _densify(self, i: int) -> torch.Tensor:
+        grad = self.params[i].grad
+        assert grad is not None, "only gradients that exist are made dense"
+        if grad.layout != torch.strided:
+            grad = self.params[i].grad = grad.to_dense()
+        return grad
+
+    def _copy_in(self, grads: Sequence[torch.Tensor | None], scale: float) -> None:
+        if scale == 1.0:
+            torch._foreach_copy_(self.views, grads)
+        elif not self._large:
+            torch._foreach_copy_(self.views, grads)
+            self.body.mul_(scale)
+        else:
+            for i in self._large:
+                torch.mul(grads[i], scale, out=self.views[i])  # type: ignore[call-overload]
+            if self._small:
+                torch._foreach_copy_(self._small_views, [grads[i] for i in self._small])
+                torch._foreach_mul_(self._small_views, scale)
+
+    def _adopt(self, grads: Sequence[torch.Tensor | None]) -> None:
+        """Make each gradient the view itself; those that already are cost nothing."""
+        strangers = [i for i, grad in enumerate(grads) if grad is not self.views[i]]
+        if not strangers:
+            return
+        moved = [i for i in strangers if not _same(grads[i], self.views[i])]
+        sources = [self._densify(i) for i in moved]
+        if moved:
+            torch._foreach_copy_([self.views[i] for i in moved], sources)
+        for i in strangers:
+            self.params[i].grad = self.views[i]
+
+    # -- out -----------------------------------------------------------------------------------
+
+    def unpack(self, as_views: bool) -> None:
+        """Give every parameter the mean as its gradient."""
+        if as_views:
+            for param, view in zip(self.params, self.views, strict=True):
+                if param.grad is not view:
+                    param.grad = view
+            return
+        torch._foreach_copy_([param.grad for param in self.params], self.views)
+
+    def unpack_some(self, as_views: bool, wanted: Sequence[int]) -> None:
+        """As `unpack`, leaving alone the parameters that no rank used and making gradients where missing."""
+        for i, (param, view) in enumerate(zip(self.params, self.views, strict=True)):
+            if not wanted[i]:
+                if i in self.kept:
+                    view.copy_(self.kept[i])
+            elif as_views:
+                param.grad = view
+            elif param.grad is None:
+                param.grad = torch.empty_like(param, requires_grad=False).copy_(view)
+            else:
+                param.grad.detach().copy_(view)
+
+
+def _view(body: torch.Tensor, slot: Any, spec: ParamSpec) -> torch.Tensor:
+    return body.as_strided(spec.shape, spec.stride, body.storage_offset() + slot.offset)
+
+
+def _same(grad: torch.Tensor | None, view: torch.Tensor) -> bool:
+    """Whether both name the same memory in the same layout (autograd may hand out a new tensor object)."""
+    return (
+        grad is not None
+        and grad.layout == torch.strided
+        and grad.data_ptr() == view.data_ptr()
+        and grad.stride() == view.stride()
+        and grad.numel() > 0
+    )

@@ -1,0 +1,68 @@
+"""Buffers kept alike on all ranks: from one rank before each forward, or as a user's hook does it."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..comm.collectives import Collectives
+from ..comm.patience import Patience
+from ..comm.replicate import replicate
+
+
+class BufferHookLocation(enum.Enum):
+    """When a buffer hook runs, relative to the wrapped module's forward."""
+
+    PRE_FORWARD = enum.auto()
+    POST_FORWARD = enum.auto()
+
+
+@dataclass(frozen=True, slots=True)
+class BufferHook:
+    """hook(state, named_buffers) may return futures, which are waited for at once."""
+
+    hook: Callable[[Any, dict[str, torch.Tensor]], Any]
+    state: Any
+    location: BufferHookLocation
+
+
+class BufferSync:
+    """The buffers of one module. They are looked up at each use: users reassign and rename them."""
+
+    def __init__(self, module: torch.nn.Module, ignored: Collection[str]) -> None:
+        self._named_modules = list(module.named_modules())
+        self._ignored = frozenset(ignored)
+        self.hook: BufferHook | None = None
+
+    def named(self) -> dict[str, torch.Tensor]:
+        """The buffers as they are now, shared ones once, ignored ones left out."""
+        found: dict[str, torch.Tensor] = {}
+        seen: set[int] = set()
+        for prefix, module in self._named_modules:
+            for name, buffer in module._buffers.items():
+                full = f"{prefix}.{name}" if prefix else name
+                if buffer is not None and id(buffer) not in seen and full not in self._ignored:
+                    seen.add(id(buffer))
+                    found[full] = buffer
+        return found
+
+    def due(self, location: BufferHookLocation) -> bool:
+        """Whether buffers are synchronised at this place of a forward. Without a hook: before it."""
+        chosen = BufferHookLocation.PRE_FORWARD if self.hook is None else self.hook.location
+        return location is chosen
+
+    def run(self, collectives: Collectives, patience: Patience, source: int) -> None:
+        """Synchronise now: by the user's hook if there is one, else from rank `source`."""
+        named = self.named()
+        if not named:
+            return
+        if self.hook is None:
+            replicate(list(named.values()), collectives, patience, source, "synchronising buffers")
+            return
+        futures = self.hook.hook(self.hook.state, named)
+        if futures is not None:
+            torch.futures.wait_all(futures if isinstance(futures, (list, tuple)) else [futures])

@@ -1,0 +1,391 @@
+"""DistributedDataParallel: torch's signature and behaviour around our reducer.
+
+This module puts the parts together and is thin on purpose: what travels together is decided in `plan`, when it
+travels in `reducer`, and everything else a wrapper does has a file of its own. Each rank constructs it at the
+same time, with the same model and arguments; construction compares that before any data moves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..comm.hooks.contract import check_hook
+from ..comm.patience import Patience
+from ..comm.replicate import replicate
+from ..comm.torch_backend import collectives_for
+from ..errors import CommunicationError, ReductionError
+from ..observe import trace
+from ..optim.in_backward import in_backward_optimizers
+from ..plan import BucketPlan, build_plan, specs_of
+from . import arguments
+from .agreement import verify_same
+from .buffers import BufferHookLocation, BufferSync
+from .delayed import DelayedReduction
+from .join import ShadowTraining, announce_reduction, common_rank
+from .precision import LowPrecision, MixedPrecision
+from .reducer import Reducer, ReducerOptions
+from .reduction import HookReduction
+from .statistics import Statistics, summarise
+from .structure import map_tensors, watch
+from .tail import check_weight
+from .torch_names import TorchNames
+
+
+class DistributedDataParallel(TorchNames, torch.nn.Module, Joinable):
+    """Train `module` on every rank of a group with gradients averaged during backward.
+
+    All of torch 2.13's arguments are taken and mean the same. One more, `on_unused`, says what to do when
+    no rank used some parameter: "warn" once (default), "raise", or "ignore". Parameters and buffers are
+    replicated from rank 0 at construction; after every backward all ranks hold bit-identical gradients.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        device_ids: Sequence[Any] | None = None,
+        output_device: Any = None,
+        dim: int = 0,
+        broadcast_buffers: bool | None = None,
+        init_sync: bool = True,
+        process_group: dist.ProcessGroup | None = None,
+        bucket_cap_mb: float | None = None,
+        find_unused_parameters: bool = False,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+        delay_all_reduce_named_params: Sequence[tuple[str, torch.nn.Parameter]] | None = None,
+        param_to_hook_all_reduce: torch.nn.Parameter | None = None,
+        mixed_precision: MixedPrecision | None = None,
+        device_mesh: DeviceMesh | None = None,
+        skip_all_reduce_unused_params: bool = False,
+        bucket_cap_mb_list: list[int] | None = None,
+        batched_grad_copy: bool = False,
+        forward_sync_buffers: bool | None = None,
+        *,
+        on_unused: str | None = None,
+    ) -> None:
+        torch.nn.Module.__init__(self)
+        Joinable.__init__(self)
+        delayed = arguments.check_delayed(delay_all_reduce_named_params, param_to_hook_all_reduce)
+        self.process_group = arguments.choose_group(process_group, device_mesh)
+        arguments.adapt_to_mesh(module, device_mesh)
+        self.module = module
+        self.device_mesh = device_mesh
+        self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        self.parameters_to_ignore.update(name for name, _ in delayed)
+        self._delayed_names = {name for name, _ in delayed}
+        managed = [(n, p) for n, p in module.named_parameters() if n not in self.parameters_to_ignore]
+        arguments.check_parameters(managed, len(delayed))
+        every = [param for _, param in (*managed, *delayed)]
+        self.device_ids, self.output_device = arguments.choose_devices(device_ids, output_device, every)
+        arguments.check_layers(module, every[0].device.type)
+        self.dim = dim
+        self.device = every[0].device
+        self.device_type = self.device.type
+        self.is_multi_device_module = len({param.device for param in every}) > 1
+        self.forward_sync_buffers, init_buffers = arguments.choose_buffer_sync(
+            broadcast_buffers, forward_sync_buffers
+        )
+        arguments.warn_deprecated(check_reduction)
+        self.caps = arguments.choose_caps(bucket_cap_mb, bucket_cap_mb_list)
+        self.bucket_bytes_cap_list = list(self.caps.caps_bytes) if bucket_cap_mb_list else []
+        self.bucket_bytes_cap = max(self.caps.caps_bytes)
+        self.find_unused_parameters = find_unused_parameters
+        self.gradient_as_bucket_view = arguments.choose_views(gradient_as_bucket_view, mixed_precision)
+        self.batched_grad_copy = batched_grad_copy
+        self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
+        self.static_graph = static_graph
+        self.mixed_precision = mixed_precision
+        self.on_unused = arguments.choose_on_unused(on_unused, find_unused_parameters or static_graph)
+        self.require_backward_grad_sync = True
+        self.require_forward_param_sync = True
+        self._assemble(param_to_hook_all_reduce)
+        if init_sync:
+            self._agree(init_buffers)
+
+    # -- putting the parts together ------------------------------------------------------------
+
+    def _assemble(self, trigger: torch.nn.Parameter | None) -> None:
+        """Everything that is not saved with the wrapper: group, collectives, reducer and their hooks."""
+        self.collectives = collectives_for(self.process_group)
+        self.patience = Patience(self.collectives)
+        self.buffer_sync = BufferSync(self.module, self.parameters_to_ignore)
+        named = list(self.module.named_parameters())
+        trained = [(n, p) for n, p in named if p.requires_grad and n not in self.parameters_to_ignore]
+        self._frozen = [(n, p) for n, p in named if not p.requires_grad and n not in self.parameters_to_ignore]
+        delayed = [(n, p) for n, p in named if n in self._delayed_names]
+        self._low: LowPrecision | None = None
+        if self.mixed_precision is not None:
+            self._low = LowPrecision(self.mixed_precision, self.module, self.parameters_to_ignore)
+        self._first_plan = self._make_plan(trained)
+        self._hook: tuple[object, Callable[..., Any]] | None = None
+        self._in_backward_adopted = False
+        self._reducer: Reducer | None = None
+        if trained:
+            options = ReducerOptions(
+                as_views=self.gradient_as_bucket_view,
+                static_graph=self.static_graph,
+                on_unused=self.on_unused,
+                drop_unused=self.skip_all_reduce_unused_params,
+            )
+            params = [param for _, param in trained]
+            self._reducer = Reducer(params, self._first_plan, self.collectives, self.patience, options)
+        self._delayed: DelayedReduction | None = None
+        if delayed and trigger is not None:
+            self._delayed = DelayedReduction(delayed, trigger, self.collectives, self.patience)
+            self._delayed.alone = self._reducer is None
+            if self._reducer is not None:
+                self._reducer.on_flushed.append(self._delayed.launch)
+                self._reducer.on_reduced.append(self._delayed.finish)
+        self.patience.board.announce_uncaught()
+
+    def _make_plan(self, trained: Sequence[tuple[str, torch.nn.Parameter]]) -> BucketPlan:
+        specs = specs_of(trained, arguments.sparse_names(self.module))
+        dtype = None if self._low is None else self._low.reduce_dtype
+        if dtype is not None:
+            specs = tuple(replace(spec, dtype=dtype) if spec.dtype.is_floating_point else spec for spec in specs)
+        return build_plan(specs, self.caps)
+
+    def _agree(self, with_buffers: bool) -> None:
+        settings = f"views={self.gradient_as_bucket_view} buffers={self.forward_sync_buffers}"
+        verify_same(self._first_plan, settings, self.collectives, self.patience)
+        self.replicate_module(0, with_buffers)
+
+    def replicate_module(self, source: int, with_buffers: bool = True) -> None:
+        """Overwrite parameters (and buffers) on every rank by those of rank `source`."""
+        ignored = self.parameters_to_ignore - self._delayed_names
+        tensors: list[torch.Tensor] = [p for n, p in self.module.named_parameters() if n not in ignored]
+        if with_buffers:
+            tensors += self.buffer_sync.named().values()
+        replicate(tensors, self.collectives, self.patience, source, "replicating the model")
+
+    @property
+    def reducer(self) -> Reducer:
+        """The reducer of this wrapper; there is none when every parameter is delayed."""
+        if self._reducer is None:
+            raise ReductionError("every parameter's reduction is delayed, so this wrapper has no reducer.")
+        return self._reducer
+
+    @property
+    def plan(self) -> BucketPlan:
+        """The plan in force: the first one, or the one made from the observed order."""
+        return self._first_plan if self._reducer is None else self._reducer.plan
+
+    # -- forward -------------------------------------------------------------------------------
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        with torch.autograd.profiler.record_function("DistributedDataParallel.forward"):
+            inputs, kwargs = self._before_forward(inputs, kwargs)
+            low: AbstractContextManager[None] = nullcontext() if self._low is None else self._low.forward()
+            try:
+                with low:
+                    output = self.module(*inputs, **kwargs)
+            except Exception as error:
+                self.patience.board.post_failure(f"{type(error).__name__} in forward: {error}")
+                raise
+            self._after_forward(output)
+            return output
+
+    def _before_forward(self, inputs: Any, kwargs: Any) -> tuple[Any, Any]:
+        self.patience.board.retract_failure()
+        if torch.is_grad_enabled() and self._reducer is not None:
+            self._check_frozen()
+            self._reducer.check_finished()
+            if not self._in_backward_adopted:
+                self._adopt_in_backward_optimizers()
+        if self._low is not None:
+            self._low.check_finished()
+        Join.notify_join_context(self)
+        if torch.is_grad_enabled() or self._join_config.enable:
+            self._sync_buffers(BufferHookLocation.PRE_FORWARD)
+        if self._join_config.enable:
+            announce_reduction(self, self.require_backward_grad_sync)
+        if self.device_ids:
+            device = torch.device(self.device_type, self.device_ids[0])
+            inputs, kwargs = map_tensors((inputs, kwargs), lambda tensor: tensor.to(device, non_blocking=True))
+        if self._low is not None:
+            inputs, kwargs = self._low.cast_inputs(inputs, kwargs)
+        if self._reducer is not None:
+            self._reducer.timeline.forward_start_ns = trace.now_ns()
+        return inputs, kwargs
+
+    def _after_forward(self, output: Any) -> None:
+        if self._reducer is not None:
+            self._reducer.timeline.forward_end_ns = trace.now_ns()
+        if torch.is_grad_enabled() or self._join_config.enable:
+            self._sync_buffers(BufferHookLocation.POST_FORWARD)
+        reduces = torch.is_grad_enabled() and self.require_backward_grad_sync
+        if torch.is_grad_enabled():
+            self.require_forward_param_sync = reduces
+        if self._delayed is not None and torch.is_grad_enabled():
+            self._delayed.enabled = reduces
+            self._delayed.prepare()
+        if not torch.is_grad_enabled() or self._reducer is None:
+            return
+        begin = self._begin_reduced if reduces else self._begin_local
+        if not reduces and self._low is None:
+            self._reducer.arm(False)
+        elif not watch(output, begin):
+            self._reducer.arm(reduces)
+
+    def _begin_reduced(self) -> None:
+        # Order matters: full-precision parameters are back before the reducer gives out gradients.
+        self._begin_local()
+        self.reducer.begin()
+
+    def _begin_local(self) -> None:
+        if self._low is not None:
+            self._low.begin_backward()
+
+    def _check_frozen(self) -> None:
+        for name, param in self._frozen:
+            if param.requires_grad:
+                raise ReductionError(
+                    f"rank {self.collectives.rank}: parameter '{name}' was frozen when the model was wrapped and "
+                    "requires a gradient now, which no rank would reduce. Unfreeze parameters before wrapping, or "
+                    "wrap the module again."
+                )
+
+    def _adopt_in_backward_optimizers(self) -> None:
+        self._in_backward_adopted = True
+        for optimizer in in_backward_optimizers(self.reducer.params):
+            optimizer.hand_over()
+            self.reducer.on_bucket_reduced.append(lambda bucket, o=optimizer: o.gradients_ready(bucket.params))
+            self.reducer.on_reduced.append(optimizer.backward_ended)
+
+    # -- buffers -------------------------------------------------------------------------------
+
+    def will_sync_module_buffers(self) -> bool:
+        """Whether the next forward synchronises buffers."""
+        return self.require_forward_param_sync and self.forward_sync_buffers and bool(self.buffer_sync.named())
+
+    def _sync_buffers(self, location: BufferHookLocation) -> None:
+        if self.forward_sync_buffers and self.buffer_sync.due(location) and self.will_sync_module_buffers():
+            source = common_rank(self, True) if self._join_config.enable else 0
+            self.buffer_sync.run(self.collectives, self.patience, source)
+
+    # -- what users call around training -------------------------------------------------------
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards of forwards run inside only add up local gradients; the next one outside reduces all."""
+        before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
+        try:
+            yield
+        finally:
+            self.require_backward_grad_sync = before
+
+    @contextmanager
+    def weight(self, share: float) -> Iterator[None]:
+        """Backwards run inside count `share` in the mean: gradients become Σ share·grad / Σ share.
+
+        Give each rank its number of tokens or samples, 0 if it has none. Ranks that give nothing count 1.
+        """
+        check_weight(share)
+        before, self.reducer.weight = self.reducer.weight, share
+        try:
+            yield
+        finally:
+            self.reducer.weight = before
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Let `hook(state, bucket)` reduce each bucket; once per wrapper, before training."""
+        check_hook(hook)
+        if self._hook is not None:
+            raise ReductionError(
+                "register_comm_hook or register_builtin_comm_hook can only be called once: "
+                f"{arguments.name_of(self._hook[1])} is registered already. Wrap the model again for another hook."
+            )
+        self._hook = (state, hook)
+        self.reducer.use(HookReduction(self.collectives, self.patience, state, hook))
+
+    def update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
+        """Go on over another group: shrunk, grown or renewed. Every rank of the new group takes part.
+
+        Ranks that join construct their wrapper on the new group at the same time; parameters and buffers are
+        then replicated from its rank 0. Registered hooks with a group of their own must be told separately.
+        """
+        self.process_group = arguments.choose_group(new_process_group, None)
+        self.collectives = collectives_for(self.process_group)
+        self.patience = Patience(self.collectives)
+        self.patience.board.announce_uncaught()
+        if self._reducer is not None:
+            self._reducer.reconnect(self.collectives, self.patience, self._first_plan)
+        if self._delayed is not None:
+            self._delayed.collectives, self._delayed.patience = self.collectives, self.patience
+        self._agree(self.forward_sync_buffers)
+
+    def stats(self) -> Statistics:
+        """Times of the last sampled step, bucket by bucket, and what has been learnt of the model."""
+        return summarise(self.reducer)
+
+    # -- uneven inputs -------------------------------------------------------------------------
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Join:
+        """Train inside this context when ranks may have unequally many inputs."""
+        options = {"divide_by_initial_world_size": divide_by_initial_world_size}
+        return Join([self], enable, throw_on_early_termination, **options)
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        return ShadowTraining(self, bool(kwargs.get("divide_by_initial_world_size", True)))
+
+    @property
+    def join_device(self) -> torch.device:
+        return self.device
+
+    @property
+    def join_process_group(self) -> dist.ProcessGroup:
+        return self.process_group
+
+    # -- being a module ------------------------------------------------------------------------
+
+    def train(self, mode: bool = True) -> DistributedDataParallel:
+        super().train(mode)
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            wrapped = self.__dict__.get("_modules", {}).get("module")
+            if wrapped is None or name.startswith("__"):
+                raise
+            return getattr(wrapped, name)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As torch's, for states saved from the wrapper (`module.` before each name) and from the model alone."""
+        own = set(self.state_dict(keep_vars=True))
+        if not own.intersection(state_dict) and own.intersection(f"module.{name}" for name in state_dict):
+            state_dict = {f"module.{name}": value for name, value in state_dict.items()}
+        return super().load_state_dict(state_dict, strict, assign)
+
+    def __getstate__(self) -> dict[str, Any]:
+        if not dist.is_initialized() or self.process_group != dist.group.WORLD:
+            raise CommunicationError(
+                "DDP Pickling/Unpickling are only supported when using DDP with the default process group. "
+                "Save state_dict() instead."
+            )
+        if self._delayed is not None:
+            raise CommunicationError("a wrapper with delayed parameters cannot be pickled. Save state_dict() instead.")
+        transient = ("process_group", "device_mesh", "collectives", "patience", "buffer_sync")
+        transient += ("_reducer", "_low", "_frozen", "_first_plan", "_hook", "_in_backward_adopted", "_delayed")
+        return {name: value for name, value in self.__dict__.items() if name not in transient}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.process_group = arguments.choose_group(None, None)
+        self.device_mesh = None
+        self._assemble(None)

@@ -1,0 +1,122 @@
+"""Mixed precision: low-precision copies during forward and backward, full precision everywhere else.
+
+    moment                      `param.data`   `param.grad`
+    outside                     full           full
+    forward                     low            as before
+    between forward, backward   full           as before
+    backward                    low            low, as autograd makes it (added to a full one if there is one)
+    end of backward, on         full           full
+
+Checkpoints, optimizers and users therefore never see a low-precision parameter. The copies made by a
+forward are kept until its backward has ended, because autograd saved the parameters themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd import Variable
+
+from .structure import map_tensors
+
+
+@dataclass
+class MixedPrecision:
+    """Which dtype parameters, gradient reduction and buffers have during training; None leaves them."""
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    buffer_dtype: torch.dtype | None = None
+
+
+class LowPrecision:
+    """Swaps the parameters and buffers of one module. Never leaves them swapped outside its contexts."""
+
+    def __init__(self, config: Any, module: torch.nn.Module, ignored: Collection[str]) -> None:
+        self.config = config
+        self._params = [
+            param
+            for name, param in module.named_parameters()
+            if name not in ignored and param.is_floating_point() and not hasattr(param, "_ddp_ignored")
+        ]
+        self._buffers = [
+            buffer
+            for name, buffer in module.named_buffers()
+            if name not in ignored and buffer.is_floating_point()
+        ]
+        self._full: list[torch.Tensor] = []
+        self._low: list[torch.Tensor] = []
+        self._in_backward = False
+
+    @property
+    def reduce_dtype(self) -> torch.dtype | None:
+        """The dtype of the buckets: as asked for, else that of the gradients as they arrive."""
+        chosen: torch.dtype | None = self.config.reduce_dtype or self.config.param_dtype
+        return chosen
+
+    def cast_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        dtype = self.config.param_dtype
+        if dtype is None:
+            return args, kwargs
+
+        def cast(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+        return map_tensors(args, cast), map_tensors(kwargs, cast)
+
+    def _enter(self) -> None:
+        self._full = [param.data for param in self._params]
+        for param, low in zip(self._params, self._low, strict=True):
+            param.data = low
+
+    def _leave(self) -> None:
+        for param, full in zip(self._params, self._full, strict=True):
+            param.data = full
+        self._full = []
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Parameters and buffers are low inside; buffers changed inside keep their change."""
+        dtype = self.config.param_dtype
+        with torch.no_grad():
+            self._low = [param.data if dtype is None else param.data.to(dtype) for param in self._params]
+            full_buffers = [buffer.data for buffer in self._buffers]
+            if self.config.buffer_dtype is not None:
+                for buffer in self._buffers:
+                    buffer.data = buffer.data.to(self.config.buffer_dtype)
+        self._enter()
+        try:
+            yield
+        finally:
+            self._leave()
+            with torch.no_grad():
+                for buffer, full in zip(self._buffers, full_buffers, strict=True):
+                    if buffer.data is not full:
+                        full.copy_(buffer.data)
+                        buffer.data = full
+            if not torch.is_grad_enabled():
+                self._low = []
+
+    def begin_backward(self) -> None:
+        """A backward through a low-precision forward starts; ends by itself with that backward."""
+        if not self._in_backward:
+            self._in_backward = True
+            self._enter()
+            Variable._execution_engine.queue_callback(self._end_backward)
+
+    def check_finished(self) -> None:
+        """Called outside backward: one that raised midway left the parameters low."""
+        if self._in_backward:
+            self._end_backward()
+
+    def _end_backward(self) -> None:
+        self._leave()
+        self._low = []
+        self._in_backward = False
+        for param in self._params:
+            if param.grad is not None and param.grad.dtype != param.dtype:
+                param.grad = param.grad.to(param.dtype)

@@ -1,0 +1,527 @@
+"""The reducer: turns gradients that appear one by one into means that leave bucket by bucket.
+
+The way of a gradient: autograd accumulates it and calls the parameter's hook (`_hook`); the hook counts its
+bucket down; a full bucket is packed and launched, strictly in plan order (`_launch_ready`); when backward
+ends, `_end` flushes what never filled, waits, and gives every parameter its mean.
+
+Whether a backward is reduced is decided by the forward it belongs to: the forward's outputs call `begin`.
+Must not know of modules, buffers or process groups.
+"""
+
+from __future__ import annotations
+
+import enum
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.autograd import Variable
+from torch.utils.hooks import RemovableHandle
+
+from ..comm.collectives import Collectives
+from ..comm.patience import Patience
+from ..errors import MismatchError, PhalanxError, ReductionError
+from ..plan import BucketPlan, build_plan, replan
+from .bucket import LiveBucket, Stage
+from .observation import agree_on_order, check_static, trigger_of
+from .reduction import AllReduce, Reduction
+from .sparse import pack_sparse, unpack_sparse
+from .tail import Reading, Tail, exact_ranks
+from .timeline import Timeline
+
+# The id of the running backward pass, -1 outside. Private, but the only way to tell a nested backward
+# (reentrant checkpointing) from its parent; tests/ddp/test_torch_internals.py notices if it moves.
+_current_backward: Callable[[], int] = torch._C._current_graph_task_id
+
+
+class Phase(enum.Enum):
+    IDLE = enum.auto()
+    REDUCING = enum.auto()
+
+
+@dataclass(slots=True)
+class ReducerOptions:
+    """What a user may choose about reduction. `on_unused`: "ignore", "warn" or "raise"."""
+
+    as_views: bool = False
+    static_graph: bool = False
+    on_unused: str = "warn"
+    drop_unused: bool = False
+
+
+class Reducer:
+    """Reduces the gradients of `params` (registration order) by `plan`, over `collectives`."""
+
+    def __init__(
+        self,
+        params: Sequence[torch.nn.Parameter],
+        plan: BucketPlan,
+        collectives: Collectives,
+        patience: Patience,
+        options: ReducerOptions,
+    ) -> None:
+        self.options = options
+        self.params = list(params)
+        self.weight: float | None = None  # this rank's share in the mean; None is 1 like everyone's
+        self.step = 0
+        self.num_rebuilds = 0
+        self.looks_static = True
+        self.ready_order: list[int] = []
+        self.unused_names: list[str] = []
+        self.timeline = Timeline()
+        self.on_bucket_reduced: list[Callable[[LiveBucket], None]] = []
+        self.on_flushed: list[Callable[[], None]] = []
+        self.on_reduced: list[Callable[[], None]] = []
+        self._handles: list[RemovableHandle] = []
+        self._observing = True
+        self._warned = False
+        self.collectives = collectives
+        self.patience = patience
+        self.reduction: Reduction = AllReduce(collectives, self.patience)
+        self._often = bytearray(len(self.params))
+        self._adopt(plan)
+
+    # -- setting up ----------------------------------------------------------------------------
+
+    def _adopt(self, plan: BucketPlan) -> None:
+        """Make `plan` the current one: new memory, counters at their start. Gradients are untouched."""
+        self.plan = plan
+        self.buckets = self._allocate(plan)
+        count = len(self.params)
+        self._bucket_of = [self.buckets[0]] * count
+        for bucket in self.buckets:
+            for slot in bucket.slots:
+                self._bucket_of[slot.param] = bucket
+        self._fired = bytearray(count)  # got a gradient in this pass
+        self._carried = bytearray(count)  # got one in an earlier pass that was not reduced
+        self._first_fired: bytes | None = None
+        self._static_used: bytes | None = None
+        self._late: set[int] = set()
+        self._fires: list[int] = []  # every gradient of the observed pass, in order
+        self._unused: list[int] = []
+        self._next = 0
+        self._phase = Phase.IDLE
+        self._armed = False
+        self._task = -1
+        self.detach()
+        for index, param in enumerate(self.params):
+            self._handles.append(param.register_post_accumulate_grad_hook(self._hook(index)))
+
+    def _allocate(self, plan: BucketPlan) -> list[LiveBucket]:
+        world = self.collectives.world
+        num_buckets = len(plan.buckets)
+        live = []
+        for bucket in plan.buckets:
+            rides = self.reduction.tail_rides and world <= exact_ranks(bucket.dtype) and not bucket.sparse
+            num_late = num_buckets if bucket.index == num_buckets - 1 else 0
+            scale = self.reduction.transport_scale if rides else 1.0
+            tail = Tail(f"{plan.hash}/{bucket.index}", len(bucket.slots), num_late, world, scale)
+            live.append(LiveBucket(bucket, plan.specs, self.params, self.collectives, tail, rides))
+        live[-1].is_last = True
+        return live
+
+    def detach(self) -> None:
+        """Take every hook off the parameters; gradients are then no longer reduced."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    @property
+    def hook_name(self) -> str | None:
+        """The registered hook, or None where buckets are reduced by all-reduce."""
+        return getattr(self.reduction, "name", None)
+
+    def require_idle(self) -> None:
+        """Raise unless every backward that began has given out its gradients."""
+        if self._phase is not Phase.IDLE:
+            raise ReductionError(
+                f"rank {self.collectives.rank}: step {self.step}: Expected to have finished reduction, but a backward "
+                "pass has not given out its gradients yet. It raised, or is still running."
+            )
+
+    def use(self, reduction: Reduction) -> None:
+        """Reduce by `reduction` from the next backward on."""
+        self.reduction = reduction
+        self._adopt(self.plan)
+
+    def reconnect(self, collectives: Collectives, patience: Patience, plan: BucketPlan) -> None:
+        """Go on over another set of ranks, from step 0, with a plan that may be replaced once again."""
+        self.collectives = collectives
+        self.patience = patience
+        self.reduction.collectives, self.reduction.patience = self.collectives, self.patience
+        self.step = 0
+        self._observing = True
+        self._adopt(plan)
+
+    # -- during backward -----------------------------------------------------------------------
+
+    def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
+        """The parameter's hook. All the Python that runs once a parameter is in here."""
+        # Weak, because a parameter's hooks are invisible to the garbage collector: a strong reference
+        # would keep model, buckets and process group alive for ever.
+        reference = weakref.ref(self)
+
+        def on_gradient(_param: torch.Tensor) -> None:
+            reducer = reference()
+            if reducer is None:
+                return
+            if reducer._phase is Phase.IDLE:
+                if not reducer._armed:
+                    reducer._carried[index] = 1
+                    return
+                reducer.begin()
+            if reducer._observing:
+                reducer._fires.append(index)
+            bucket = reducer._bucket_of[index]
+            if reducer._fired[index]:
+                reducer._fired_again(index, bucket)
+                return
+            reducer._fired[index] = 1
+            if reducer._often[index] or _current_backward() != reducer._task:
+                # A nested backward may bring this parameter more gradient later in the same pass.
+                bucket.held = True
+            bucket.pending -= 1
+            if not bucket.pending:
+                reducer._filled(bucket)
+
+        return on_gradient
+
+    def _static_hook(self, bucket_index: int) -> Callable[[torch.Tensor], None]:
+        """The only hook of a bucket whose order of gradients is known: it waits for the last one."""
+        reference = weakref.ref(self)
+
+        def on_last_gradient(_param: torch.Tensor) -> None:
+            reducer = reference()
+            if reducer is None:
+                return
+            if reducer._phase is Phase.IDLE:
+                if not reducer._armed:
+                    return
+                reducer.begin()
+            bucket = reducer.buckets[bucket_index]
+            bucket.pending -= 1
+            if not bucket.pending:
+                reducer._filled(bucket)
+
+        return on_last_gradient
+
+    def _fired_again(self, index: int, bucket: LiveBucket) -> None:
+        """More gradient for the same parameter in one backward pass: only nested passes do this."""
+        self._often[index] = 1
+        if bucket.stage is not Stage.FILLING:
+            self._late.add(bucket.index)
+
+    def arm(self, reduce: bool) -> None:
+        """A forward has run. If its backward meets a parameter before an output, it is reduced or not."""
+        self._armed = reduce
+
+    def check_finished(self) -> None:
+        """Called outside backward: a pass that raised midway left buckets in flight; take them back."""
+        if self._phase is Phase.REDUCING and _current_backward() == -1:
+            for bucket in self.buckets:
+                if bucket.stage is Stage.LAUNCHED:
+                    self._finish(bucket)
+            self._close_pass()
+
+    def begin(self) -> None:
+        """A backward that is to be reduced starts. Further calls in the same pass change nothing."""
+        if self._phase is Phase.REDUCING:
+            return
+        self._phase = Phase.REDUCING
+        self._armed = False
+        self._task = _current_backward()
+        self._next = 0
+        self.timeline.begin(self.step, self.buckets)
+        Variable._execution_engine.queue_callback(self._end)
+
+    def _filled(self, bucket: LiveBucket) -> None:
+        self.timeline.filled(bucket.index)
+        if not self._observing:
+            self._launch_ready()
+
+    def _launch_ready(self) -> None:
+        # Launch by index even when a later bucket fills first: ranks fill buckets in different orders,
+        # and launching as filled would add unrelated gradients together. The last bucket waits for the
+        # end of backward, because its tail says whether any other one left too early.
+        last = len(self.buckets) - 1
+        while self._next < last:
+            bucket = self.buckets[self._next]
+            if bucket.pending or bucket.held:
+                return
+            self._launch(bucket)
+
+    @torch.no_grad()
+    def _launch(self, bucket: LiveBucket) -> None:
+        self._pack(bucket)
+        self._next = bucket.index + 1
+        self._send(bucket)
+
+    def _send(self, bucket: LiveBucket) -> None:
+        bucket.stage = Stage.LAUNCHED
+        if bucket.sparse:
+            self.reduction.launch_sparse(bucket)
+        else:
+            self.reduction.launch(bucket)
+        self.reduction.launch_tail(bucket)
+        self.timeline.launched(bucket)
+
+    def _pack(self, bucket: LiveBucket) -> None:
+        scale = 1.0 if self.weight is None else self.weight
+        used = self._usage(bucket)
+        if bucket.sparse:
+            pack_sparse(bucket, scale / self.collectives.world)
+        elif used is None:
+            bucket.pack(scale * self.reduction.pack_scale, self.options.as_views)
+        else:
+            bucket.pack_some(scale * self.reduction.pack_scale, self.options.as_views, used)
+        bucket.tail.write(bucket.tail_data, self.step)
+        if used is not None:
+            bucket.tail.write_usage(bucket.tail_data, used)
+        if self.weight is not None:
+            bucket.tail.write_weight(bucket.tail_data, self.weight)
+        if self._late and bucket is self.buckets[-1]:
+            bucket.tail.write_late(bucket.tail_data, self._late)
+
+    def _usage(self, bucket: LiveBucket) -> list[int] | None:
+        """Which parameters this rank used since the last reduction; None when it used all."""
+        if self._static_used is not None:
+            used = [self._static_used[slot.param] for slot in bucket.slots]
+            check_static(bucket, used, self.collectives.rank, self.step)
+        elif not bucket.pending:
+            return None
+        else:
+            used = [self._fired[slot.param] | self._carried[slot.param] for slot in bucket.slots]
+        return None if all(used) else used
+
+    # -- end of backward -----------------------------------------------------------------------
+
+    def _end(self) -> None:
+        """Runs when the whole backward pass has ended; returns with every gradient averaged."""
+        self.timeline.backward_ended()
+        try:
+            for bucket in self.buckets[self._next :]:
+                self._launch(bucket)
+            for callback in self.on_flushed:
+                callback()
+            for index in self._finish_all():
+                self._reduce_again(self.buckets[index])
+        except PhalanxError as error:
+            self.patience.board.post_failure(f"{type(error).__name__}: {error}")
+            raise
+        finally:
+            self.timeline.end()
+            observed = bytes(a | b for a, b in zip(self._fired, self._carried, strict=True)) if self._observing else b""
+            self._close_pass()
+        self.step += 1
+        self._report_unused()
+        if self._observing:
+            self._settle(observed)
+        for callback in self.on_reduced:
+            callback()
+
+    def _finish_all(self) -> tuple[int, ...]:
+        """Wait for the buckets and give out their means; returns those that must go again.
+
+        Local gradients are overwritten only after the last bucket has said that no other one left too
+        early. Views are overwritten by the transport itself, so there is nothing to wait for.
+        """
+        late: tuple[int, ...] = ()
+        if not self.options.as_views and (reading := self._finish(self.buckets[-1])) is not None:
+            late = reading.late_buckets
+        self._unused = []
+        for bucket in self.buckets:
+            reading = self._finish(bucket)
+            if reading is not None:
+                self._check_reading(bucket, reading)
+            if bucket.index not in late:
+                self._give_out(bucket, reading)
+        return late
+
+    def _reduce_again(self, bucket: LiveBucket) -> None:
+        """Reduce anew, on every rank, a bucket that some rank sent before all its gradient was there."""
+        bucket.work = bucket.tail_work = bucket.future = None
+        self._launch(bucket)
+        self._give_out(bucket, self._finish(bucket))
+
+    @torch.no_grad()
+    def _finish(self, bucket: LiveBucket) -> Reading | None:
+        """Afterwards the body holds the mean; returns a reading unless every rank was healthy."""
+        if bucket.stage is Stage.LAUNCHED:
+            where = f"step {self.step}, bucket {bucket.index} (first parameter '{bucket.names[0]}')"
+            if bucket.work is not None and bucket.sparse:
+                self.patience.wait(bucket.work, where)
+            else:
+                self.reduction.finish(bucket, where)
+            self.reduction.finish_tail(bucket, where)
+            bucket.stage = Stage.REDUCED
+        if bucket.tail.is_healthy(bucket.tail_data, self.step):
+            return None
+        return bucket.tail.read(bucket.tail_data, self.step)
+
+    def _check_reading(self, bucket: LiveBucket, reading: Reading) -> None:
+        me = f"rank {self.collectives.rank}: step {self.step}, bucket {bucket.index}"
+        if not reading.in_step:
+            mine = f"step {self.step} of plan {self.plan.hash[:12]}"
+            said = self.patience.board.exchange(f"position/{self.step}/{bucket.index}", mine, wait_s=2.0)
+            table = "; ".join(f"rank {rank}: {words}" for rank, words in sorted(said.items()))
+            raise MismatchError(
+                f"{me}: the ranks are not at the same step of the same plan ({table}). Run forward and backward "
+                "equally often on every rank, or use join() for uneven inputs."
+            )
+        if self.options.as_views and reading.late_buckets:
+            names = ", ".join(f"bucket {i} (first parameter '{self.buckets[i].names[0]}')" for i in reading.late_buckets)
+            raise ReductionError(
+                f"{me}: a nested backward brought more gradient to {names} after it had been sent, and with "
+                "gradient_as_bucket_view=True the local gradient is gone. Use gradient_as_bucket_view=False, or "
+                "checkpoint(..., use_reentrant=False)."
+            )
+
+    @torch.no_grad()
+    def _give_out(self, bucket: LiveBucket, reading: Reading | None) -> None:
+        factor = 1.0
+        if reading is not None and reading.total_weight != self.collectives.world:
+            factor = self.collectives.world / reading.total_weight if reading.total_weight else 0.0
+        if bucket.sparse:
+            unpack_sparse(bucket, factor, reading is None or reading.usage[0] > 0)
+        else:
+            if factor != 1.0:
+                bucket.body.mul_(factor)
+            if reading is None:
+                bucket.unpack(self.options.as_views)
+            else:
+                bucket.unpack_some(self.options.as_views, reading.usage)
+        if reading is not None:
+            self._unused += [slot.param for slot, n in zip(bucket.slots, reading.usage, strict=True) if not n]
+        for callback in self.on_bucket_reduced:
+            callback(bucket)
+
+    def _close_pass(self) -> None:
+        if self._first_fired is None:
+            self._first_fired = bytes(self._fired)
+        elif self.looks_static and self._static_used is None:
+            self.looks_static = self._first_fired == self._fired
+        self._phase = Phase.IDLE
+        self._fired[:] = bytes(len(self._fired))
+        self._carried[:] = bytes(len(self._carried))
+        self._late.clear()
+        for bucket in self.buckets:
+            bucket.rearm()
+
+    def _report_unused(self) -> None:
+        self.unused_names = [self.plan.specs[index].name for index in self._unused]
+        if not self._unused or self._warned or self.options.on_unused == "ignore":
+            return
+        self._warned = True
+        text = (
+            f"rank {self.collectives.rank}: step {self.step - 1}: no rank used {len(self._unused)} of {len(self.params)} "
+            f"parameters; their .grad is left as it was: {_listed(self.unused_names)}. If that is intended, pass "
+            "find_unused_parameters=True or freeze them with requires_grad_(False)."
+        )
+        if self.options.on_unused == "raise":
+            raise ReductionError(text)
+        warnings.warn(text, stacklevel=2)
+
+    # -- after the first reduced backward ------------------------------------------------------
+
+    def _settle(self, used: bytes) -> None:
+        """Replace the plan by one in the observed order. Every rank is here at the same step."""
+        self._observing = False
+        fires = self._fires
+        self.ready_order = list(dict.fromkeys(fires))
+        ready = agree_on_order(self.ready_order, len(self.params), self.collectives, self.patience)
+        dropped = set(self._unused) if self.options.drop_unused else set()
+        if dropped:
+            plan, renumber = self._drop(dropped, ready)
+            fires = [renumber[index] for index in fires]
+            used = bytes(flag for index, flag in enumerate(used) if index not in dropped)
+        else:
+            plan = replan(self.plan, ready)
+        if plan.hash != self.plan.hash:
+            self.num_rebuilds += 1
+            self._adopt(plan)
+        if self.options.static_graph:
+            self._fix(fires, used)
+
+    def _drop(self, dropped: set[int], ready: Iterable[int]) -> tuple[BucketPlan, dict[int, int]]:
+        """Leave parameters that no rank uses out of the plan; one that is used after all is an error."""
+        kept = [index for index in range(len(self.params)) if index not in dropped]
+        if not kept:
+            raise ReductionError(
+                f"rank {self.collectives.rank}: no parameter got a gradient in the first step, so with "
+                "skip_all_reduce_unused_params=True nothing is left to reduce. Remove the flag."
+            )
+        renumber = {old: new for new, old in enumerate(kept)}
+        specs = [self.plan.specs[index] for index in kept]
+        order = [renumber[index] for index in replan(self.plan, list(ready)).order if index in renumber]
+        names = [self.plan.specs[index].name for index in dropped]
+        for index, name in zip(sorted(dropped), names, strict=True):
+            self.params[index].register_post_accumulate_grad_hook(_refuse(name, self.collectives.rank))
+        self.params = [self.params[index] for index in kept]
+        self._often = bytearray(self._often[index] for index in kept)
+        return build_plan(specs, self.plan.caps, order), renumber
+
+    def _fix(self, fires: Sequence[int], used: bytes) -> None:
+        """The graph is static: one hook a bucket is enough, on the gradient that comes last."""
+        self._static_used = used
+        self.detach()
+        for planned, bucket in zip(self.plan.buckets, self.buckets, strict=True):
+            trigger = trigger_of(planned, fires)
+            bucket.expected = bucket.pending = 0 if trigger is None else trigger.num_fires
+            if trigger is not None:
+                hook = self._static_hook(bucket.index)
+                self._handles.append(self.params[trigger.param].register_post_accumulate_grad_hook(hook))
+
+    # -- for a rank that has run out of inputs -------------------------------------------------
+
+    def _send_nothing(self, bucket: LiveBucket, weight: float | None) -> None:
+        if bucket.sparse:
+            held, bucket.params[0].grad = bucket.params[0].grad, None
+            pack_sparse(bucket, 1.0)
+            bucket.params[0].grad = held
+        else:
+            bucket.body.zero_()
+        bucket.tail.write(bucket.tail_data, self.step)
+        bucket.tail.write_usage(bucket.tail_data, [0] * len(bucket.slots))
+        if weight is not None:
+            bucket.tail.write_weight(bucket.tail_data, weight)
+        self._send(bucket)
+
+    @torch.no_grad()
+    def shadow(self, weight: float | None) -> None:
+        """Take part in the others' reduction with nothing to give and nothing to take."""
+        self.timeline.begin(self.step, self.buckets)
+        for bucket in self.buckets:
+            self._send_nothing(bucket, weight)
+        late: tuple[int, ...] = ()
+        for bucket in self.buckets:
+            reading = self._finish(bucket)
+            if reading is not None:
+                self._check_reading(bucket, reading)
+                late = late + reading.late_buckets
+        for index in late:
+            bucket = self.buckets[index]
+            bucket.work = bucket.tail_work = bucket.future = None
+            self._send_nothing(bucket, weight)
+            self._finish(bucket)
+        self.timeline.end()
+        self._close_pass()
+        self.step += 1
+        if self._observing:
+            self._settle(bytes(len(self.params)))
+
+
+def _listed(names: Sequence[str], most: int = 10) -> str:
+    quoted = ", ".join(f"'{name}'" for name in names[:most])
+    return quoted if len(names) <= most else f"{quoted} and {len(names) - most} more"
+
+
+def _refuse(name: str, rank: int) -> Callable[[torch.Tensor], None]:
+    def refuse(_param: torch.Tensor) -> None:
+        raise ReductionError(
+            f"rank {rank}: parameter '{name}' got a gradient, but no rank used it in the first step and "
+            "skip_all_reduce_unused_params=True promises that this never changes. Remove the flag."
+        )
+
+    return refuse

@@ -1,0 +1,123 @@
+"""How a packed bucket becomes a mean: by all-reduce, or by what a registered hook does.
+
+The reducer decides when; a `Reduction` decides how. `launch` starts, `finish` waits; between the two the
+bucket's body belongs to the transport. To reduce in another way (scatter, quantise, step at once), write
+another `Reduction` and give it to the reducer: nothing else changes.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..comm.bucket import GradBucket
+from ..comm.collectives import Collectives
+from ..comm.hooks.contract import hook_future, hook_result
+from ..comm.patience import Patience
+from .bucket import LiveBucket
+
+Hook = Callable[[Any, GradBucket], torch.futures.Future[Any]]
+
+
+class Reduction(abc.ABC):
+    """A way to reduce buckets. `tail_rides`: the tail may lie behind the body in the same collective."""
+
+    tail_rides: bool = True
+    supports_views: bool = True
+
+    def __init__(self, collectives: Collectives, patience: Patience) -> None:
+        self.collectives = collectives
+        self.patience = patience
+
+    @property
+    @abc.abstractmethod
+    def pack_scale(self) -> float:
+        """What every gradient is multiplied with on its way into the body."""
+
+    @property
+    def transport_scale(self) -> float:
+        """What the transport multiplies the sum of a riding tail with."""
+        return 1.0
+
+    @abc.abstractmethod
+    def launch(self, bucket: LiveBucket) -> None:
+        """Start the reduction of a dense, packed bucket."""
+
+    @abc.abstractmethod
+    def finish(self, bucket: LiveBucket, where: str) -> None:
+        """Return when the body holds the mean."""
+
+    def launch_tail(self, bucket: LiveBucket) -> None:
+        """Send a tail that could not ride along; matched on every rank by `finish_tail`."""
+        if not bucket.tail_rides:
+            bucket.tail_work = self.collectives.all_reduce(bucket.tail_data)
+
+    def finish_tail(self, bucket: LiveBucket, where: str) -> None:
+        if bucket.tail_work is not None:
+            self.patience.wait(bucket.tail_work, where)
+
+    def launch_sparse(self, bucket: LiveBucket) -> None:
+        """Sum sparse gradients. No hook sees them: compression of a bucket is defined on dense memory."""
+        grad = bucket.sparse_grad
+        assert grad is not None, "a sparse bucket is packed before it is launched"
+        bucket.work = dist.all_reduce(grad, group=self.collectives.group, async_op=True)
+
+
+class AllReduce(Reduction):
+    """The mean by one all-reduce a bucket, tail included."""
+
+    @property
+    def pack_scale(self) -> float:
+        return 1.0 if self.collectives.fuses_scale else 1.0 / self.collectives.world
+
+    @property
+    def transport_scale(self) -> float:
+        return 1.0 / self.collectives.world if self.collectives.fuses_scale else 1.0
+
+    def launch(self, bucket: LiveBucket) -> None:
+        bucket.work = self.collectives.all_reduce(bucket.flat, self.transport_scale)
+
+    def finish(self, bucket: LiveBucket, where: str) -> None:
+        assert bucket.work is not None, "a bucket is launched before it is waited for"
+        self.patience.wait(bucket.work, where)
+
+
+class HookReduction(Reduction):
+    """The mean as a user's communication hook makes it; the hook sees gradients only, unscaled."""
+
+    tail_rides = False
+
+    def __init__(self, collectives: Collectives, patience: Patience, state: object, hook: Hook) -> None:
+        super().__init__(collectives, patience)
+        self.state = state
+        self.hook = hook
+        self.name = getattr(hook, "__qualname__", type(hook).__name__)
+
+    @property
+    def pack_scale(self) -> float:
+        return 1.0
+
+    def launch(self, bucket: LiveBucket) -> None:
+        seen = bucket.grad_bucket
+        if seen is None:
+            seen = bucket.grad_bucket = GradBucket(
+                index=bucket.index,
+                buffer=bucket.body,
+                gradients=bucket.views,
+                parameters=bucket.params,
+                is_last=bucket.is_last,
+                names=bucket.names,
+            )
+        else:
+            seen.reset()
+        bucket.future = hook_future(self.hook(self.state, seen), seen)
+
+    def finish(self, bucket: LiveBucket, where: str) -> None:
+        value = self.patience.wait_future(bucket.future, f"{where}, hook {self.name}")
+        result = hook_result(value, bucket.grad_bucket)
+        if result.data_ptr() != bucket.body.data_ptr():
+            bucket.body.copy_(result)

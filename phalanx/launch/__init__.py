@@ -1,0 +1,1 @@
+"""Starting workers, and telling a started worker who it is."""

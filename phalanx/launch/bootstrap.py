@@ -1,0 +1,164 @@
+"""The first code of every worker that `phalanx run` starts: `python -m phalanx.launch.bootstrap script.py …`.
+
+It runs the script as `__main__`, and makes sure that a failure is known in words: the exception with its
+traceback goes to the rank's error file, the stacks of a rank that is told to end go to its stacks file, and
+warnings go to the trace. A worker never outlives the agent that started it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import json
+import os
+import runpy
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+import warnings
+from pathlib import Path
+from typing import Any, TextIO
+
+from torch import distributed as dist
+
+from phalanx.errors import CollectiveTimeout, PeerFailure
+from phalanx.launch.logs import STACKS_FILE
+from phalanx.launch.worker import TRACE_DIRECTORY
+from phalanx.observe import trace
+
+AGENT_PID = "PHALANX_AGENT_PID"
+"""Environment variable: the process id of the agent that started this worker."""
+
+_PR_SET_PDEATHSIG = 1
+# Words of transports whose own exceptions are bare RuntimeErrors: the peer went first.
+_PEER_WORDS = ("connection closed by peer", "connection reset by peer", "broken pipe", "socket closed")
+
+
+def main(arguments: list[str]) -> None:
+    """Run `arguments` (`script.py …`, or `--module name …`) as this worker's program."""
+    _end_with_agent()
+    _dump_stacks_when_ended()
+    _trace_from_the_start()
+    try:
+        _run(arguments)
+    except SystemExit:
+        raise
+    except KeyboardInterrupt:
+        # The user ended the run; where each rank stood is not news.
+        sys.exit(128 + signal.SIGINT)
+    except BaseException as error:
+        _record_failure(error)
+        _show(error)
+        sys.exit(1)
+    finally:
+        trace.stop()
+
+
+def _run(arguments: list[str]) -> None:
+    if arguments[0] == "--module":
+        sys.argv = arguments[1:]
+        # As `python -m` does: the working directory, not this module's folder, comes first.
+        sys.path[0] = os.getcwd()
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = arguments
+        sys.path[0] = str(Path(arguments[0]).resolve().parent)
+        runpy.run_path(arguments[0], run_name="__main__")
+
+
+def _end_with_agent() -> None:
+    agent = int(os.environ.get(AGENT_PID, "0"))
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if agent and os.getppid() != agent:
+        # It died before the kernel knew to tell us.
+        os._exit(1)
+
+
+def _dump_stacks_when_ended() -> None:
+    path = os.environ.get(STACKS_FILE)
+    if not path:
+        return
+    file: TextIO = open(path, "w")  # kept open: the handler writes to it at the very end
+    file.write(f"main thread 0x{threading.main_thread().ident:016x}\n")
+    file.flush()
+    # In C, so it works while the main thread is blocked in a collective; then the default handler ends us.
+    faulthandler.register(signal.SIGTERM, file=file, all_threads=True, chain=True)
+    faulthandler.enable(all_threads=True)
+
+
+def _trace_from_the_start() -> None:
+    directory = os.environ.get(TRACE_DIRECTORY)
+    if not directory:
+        return
+    recorder = trace.start(directory, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+    show = warnings.showwarning
+
+    def record_and_show(message: Any, category: type[Warning], *where: Any, **options: Any) -> None:
+        recorder.instant(trace.WARNING, text=f"{category.__name__}: {message}")
+        show(message, category, *where, **options)
+
+    warnings.showwarning = record_and_show
+
+
+def _record_failure(error: BaseException) -> None:
+    text = "".join(traceback.format_exception(_without_our_frames(error)))
+    if trace.recorder is not None:
+        trace.recorder.instant(trace.FAILURE, text=f"{type(error).__name__}: {error}", traceback=text)
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return
+    now_ns = time.time_ns()
+    # torch's own shape, so that torch's tools read it too, with our facts beside.
+    record = {
+        "message": {
+            "message": f"{type(error).__name__}: {error}",
+            "extraInfo": {"py_callstack": text, "timestamp": str(now_ns // 1_000_000_000)},
+        },
+        "phalanx": {
+            "at_ns": now_ns,
+            "host": socket.gethostname(),
+            "consequence": is_consequence(error),
+            "doing": _doing(error),
+        },
+    }
+    fresh = Path(f"{path}.{os.getpid()}")
+    fresh.write_text(json.dumps(record))
+    fresh.replace(path)
+
+
+def _show(error: BaseException) -> None:
+    hook = sys.excepthook
+    if hook.__module__ == "torch.distributed.distributed_c10d":
+        # torch's hook puts the rank before every line; our logs do so already.
+        hook = sys.__excepthook__
+    hook(type(error), error, _without_our_frames(error).__traceback__)
+
+
+def is_consequence(error: BaseException) -> bool:
+    """Whether `error` says that another rank failed first."""
+    if isinstance(error, (PeerFailure, CollectiveTimeout, ConnectionError)):
+        return True
+    if isinstance(error, dist.DistError):
+        return True
+    return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in _PEER_WORDS)
+
+
+def _doing(error: BaseException) -> list[tuple[str, int, str]]:
+    frames = traceback.extract_tb(_without_our_frames(error).__traceback__)
+    return [(frame.filename, frame.lineno or 0, frame.name) for frame in frames]
+
+
+def _without_our_frames(error: BaseException) -> BaseException:
+    """The same exception, its traceback starting in the user's script."""
+    at = error.__traceback__
+    while at is not None and at.tb_frame.f_code.co_filename in (__file__, "<frozen runpy>", runpy.__file__):
+        at = at.tb_next
+    return error.with_traceback(at) if at is not None else error
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,174 @@
+"""Which rank failed first, why, and what the others were doing: read from the files a run left behind.
+
+Owns the judgement of cause and consequence. Reads files only; starts and signals nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import sysconfig
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from phalanx.launch.rundir import RankFiles, RunDirectory
+
+_FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)')
+_LOG_TAIL_LINES = 12
+_TOLD_TO_END = -signal.SIGTERM
+
+
+@dataclass(frozen=True)
+class RankEnd:
+    """How one rank ended. `at_ns` is wall-clock time where the rank could still tell it."""
+
+    rank: int
+    exitcode: int | None
+    message: str
+    traceback: str = ""
+    doing: str = ""
+    at_ns: int | None = None
+    consequence: bool = False
+
+    @property
+    def how(self) -> str:
+        """In words: exit code or signal."""
+        if self.exitcode is None:
+            return "still running"
+        if self.exitcode < 0:
+            try:
+                return f"killed by {signal.Signals(-self.exitcode).name}"
+            except ValueError:
+                return f"killed by signal {-self.exitcode}"
+        return f"exit code {self.exitcode}"
+
+
+@dataclass(frozen=True)
+class FailureSummary:
+    """The first failure and how every other local rank ended."""
+
+    first: RankEnd
+    others: tuple[RankEnd, ...]
+
+    def as_facts(self) -> dict[str, Any]:
+        """A JSON value for `run.json`."""
+        return {
+            "rank": self.first.rank,
+            "how": self.first.how,
+            "message": self.first.message,
+            "traceback": self.first.traceback,
+            "others": [
+                {"rank": end.rank, "how": end.how, "message": end.message, "doing": end.doing}
+                for end in self.others
+            ],
+        }
+
+
+def summarize(
+    directory: RunDirectory, attempt: int, exitcodes: Mapping[int, int | None]
+) -> FailureSummary | None:
+    """The summary of one attempt from each local rank's exit code, or None when every rank ended well."""
+    ends = [_end(directory.rank(attempt, rank), rank, code) for rank, code in sorted(exitcodes.items())]
+    failed = [end for end in ends if end.exitcode not in (0, None)]
+    if not failed:
+        return None
+    first = min(failed, key=_suspicion)
+    return FailureSummary(first, tuple(end for end in ends if end is not first))
+
+
+def _suspicion(end: RankEnd) -> tuple[int, int]:
+    """Sort key: the likelier the cause, the smaller.
+
+    A rank killed from outside leaves no record, and the peers that notice may record their error before
+    the agent sees the death; so an unexplained death comes before any rank that blames a peer. A rank
+    ended by SIGTERM was ended by the agent, after the fact.
+    """
+    if end.exitcode == _TOLD_TO_END and end.at_ns is None:
+        return (3, end.rank)
+    if end.consequence:
+        return (2, end.at_ns or 0)
+    if end.at_ns is None:
+        return (1 if end.exitcode == -signal.SIGKILL else 0, end.rank)
+    return (0, end.at_ns)
+
+
+def _end(files: RankFiles, rank: int, exitcode: int | None) -> RankEnd:
+    record = _read_record(files.error)
+    if record is not None:
+        ours = record.get("phalanx", {})
+        said = record.get("message", {})
+        info: dict[str, Any] = said if isinstance(said, dict) else {"message": str(said)}
+        return RankEnd(
+            rank,
+            exitcode,
+            message=str(info.get("message", "")),
+            traceback=str(info.get("extraInfo", {}).get("py_callstack", "")),
+            doing=describe([tuple(frame) for frame in reversed(ours.get("doing", []))]),
+            at_ns=ours.get("at_ns"),
+            consequence=bool(ours.get("consequence", False)),
+        )
+    end = RankEnd(rank, exitcode, message="", doing=describe(read_stacks(files.stacks)))
+    if exitcode in (0, None, _TOLD_TO_END):
+        return end
+    return RankEnd(rank, exitcode, message=end.how, traceback=_tail(files.stderr), doing=end.doing)
+
+
+def _read_record(path: Path) -> dict[str, Any] | None:
+    try:
+        record = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    return record if isinstance(record, dict) else None
+
+
+def _tail(path: Path) -> str:
+    try:
+        lines = path.read_text(errors="replace").rstrip().splitlines()
+    except OSError:
+        return ""
+    return "\n".join(lines[-_LOG_TAIL_LINES:])
+
+
+def read_stacks(path: Path) -> list[tuple[str, int, str]]:
+    """The main thread's frames, innermost first, of the last dump in a stacks file; empty without a dump."""
+    try:
+        text = path.read_text(errors="replace")
+    except OSError:
+        return []
+    header, _, body = text.partition("\n")
+    main_thread = header.removeprefix("main thread ").strip()
+    frames: list[tuple[str, int, str]] = []
+    for block in re.split(r"\n(?=Thread 0x|Current thread 0x)", "\n" + body):
+        title, _, lines = block.strip().partition("\n")
+        if main_thread and main_thread in title:
+            frames = [(m["file"], int(m["line"]), m["name"]) for m in _FRAME.finditer(lines)]
+    return frames
+
+
+def describe(frames: list[tuple[Any, ...]] | list[tuple[str, int, str]]) -> str:
+    """Frames (innermost first) in words: the call it was in, and the user's own line that led there."""
+    if not frames:
+        return ""
+    innermost = frames[0]
+    users = next((frame for frame in frames if not _is_library(str(frame[0]))), None)
+    if users is None or users is innermost:
+        return f"in {innermost[2]} ({_short(str(innermost[0]))}:{innermost[1]})"
+    inner = next((frame for frame in frames if not _is_plumbing(frame)), innermost)
+    return f"in {inner[2]}, called from {users[2]} ({_short(str(users[0]))}:{users[1]})"
+
+
+def _is_library(file: str) -> bool:
+    stdlib = sysconfig.get_paths()["stdlib"]
+    parts = Path(file).parts
+    return "site-packages" in parts or "phalanx" in parts or file.startswith((stdlib, "<frozen"))
+
+
+def _is_plumbing(frame: tuple[Any, ...]) -> bool:
+    return frame[2] in ("wrapper", "inner", "_call_impl", "_wrapped_call_impl", "decorate_context")
+
+
+def _short(file: str) -> str:
+    return "/".join(Path(file).parts[-2:]) if _is_library(file) else Path(file).name

@@ -1,0 +1,197 @@
+"""`phalanx.init()`: one call that makes the same script run alone, under a launcher, and on many hosts.
+
+Owns the choice of device, backend, thread count and meeting point of this process. Knows nothing of how the
+process was started beyond what `environment.detect` reads.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+from datetime import timedelta
+from types import TracebackType
+
+import torch
+import torch.distributed as dist
+
+from phalanx.errors import ConfigError, MismatchError
+from phalanx.launch.environment import Environment, detect
+from phalanx.observe import trace
+
+TRACE_DIRECTORY = "PHALANX_TRACE_DIR"
+"""Environment variable: where `init` traces to. `phalanx run --trace` sets it."""
+
+
+class Worker:
+    """What `init` found and chose for this process. As a context manager, leaves the group at the end."""
+
+    def __init__(self, environment: Environment, device: torch.device, backend: str) -> None:
+        self.rank = environment.rank
+        self.world = environment.world
+        self.local_rank = environment.local_rank
+        self.local_world = environment.local_world
+        self.launcher = environment.launcher
+        self.device = device
+        self.backend = backend
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is rank 0: the one to print, save and evaluate for everybody."""
+        return self.rank == 0
+
+    def __repr__(self) -> str:
+        return (
+            f"Worker(rank={self.rank}, world={self.world}, device='{self.device}', "
+            f"backend={self.backend!r}, launcher={self.launcher!r})"
+        )
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        leave()
+
+
+_worker: Worker | None = None
+
+
+def init(
+    backend: str | None = None,
+    device: str | torch.device | None = None,
+    *,
+    threads: int | None = None,
+    timeout_s: float | None = None,
+) -> Worker:
+    """Join the world this process was started in, and say who we are in it. Every rank must call it.
+
+    Without arguments: a GPU a local rank with nccl where there are GPUs, else the CPU; shared memory
+    ("phalanx") for CPU ranks of one host, gloo otherwise; the host's cores shared evenly between its
+    ranks unless OMP_NUM_THREADS says otherwise. A process started alone becomes a world of one. Calling
+    it again returns the same worker. Fails with ConfigError, before anything was joined, on an
+    environment or an argument that cannot be honoured.
+    """
+    global _worker
+    if _worker is not None and dist.is_initialized():
+        return _same_again(_worker, backend, device)
+    environment = detect(os.environ, os.getppid())
+    place = _choose_device(environment, device)
+    chosen = backend or _choose_backend(environment, place)
+    _check_backend(environment, chosen)
+    _set_threads(environment, threads)
+    if dist.is_initialized():
+        environment, chosen = _adopt(environment, backend)
+    else:
+        _join(environment, chosen, timeout_s)
+    if trace.recorder is None and os.environ.get(TRACE_DIRECTORY):
+        trace.start(os.environ[TRACE_DIRECTORY], environment.rank, environment.world)
+    _worker = Worker(environment, place, chosen)
+    return _worker
+
+
+def leave() -> None:
+    """Leave the group that `init` joined. Harmless when there is none."""
+    global _worker
+    _worker = None
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _join(environment: Environment, backend: str, timeout_s: float | None) -> None:
+    timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
+    if environment.host is None:
+        store = dist.HashStore()  # type: ignore[attr-defined]  # documented, missing from __all__
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+    else:
+        os.environ.setdefault("MASTER_ADDR", environment.host)
+        os.environ.setdefault("MASTER_PORT", str(environment.port))
+        dist.init_process_group(backend, rank=environment.rank, world_size=environment.world, timeout=timeout)
+    # A group left to interpreter shutdown is torn down in an undefined order; leave it while all is alive.
+    atexit.register(leave)
+
+
+def _adopt(environment: Environment, backend: str | None) -> tuple[Environment, str]:
+    """A group that the script made itself before calling init is kept, and must agree with the arguments."""
+    rank, world, existing = dist.get_rank(), dist.get_world_size(), dist.get_backend()
+    if backend is not None and backend != existing:
+        raise ConfigError(
+            f"rank {rank}: a process group on {existing!r} exists already, init was asked for "
+            f"{backend!r}. Call phalanx.init() first, or without a backend."
+        )
+    if (rank, world) == (environment.rank, environment.world):
+        return environment, existing
+    if environment.launcher != "alone":
+        raise MismatchError(
+            f"{environment.launcher} says rank {environment.rank} of {environment.world}, the process "
+            f"group that exists already says rank {rank} of {world}"
+        )
+    return Environment("process group", rank, world, rank, world), existing
+
+
+def _same_again(worker: Worker, backend: str | None, device: str | torch.device | None) -> Worker:
+    if backend is not None and backend != worker.backend:
+        raise ConfigError(
+            f"rank {worker.rank}: init was called before with backend {worker.backend!r}, now with "
+            f"{backend!r}. Leave the first world with phalanx.launch.worker.leave(), or name one backend."
+        )
+    if device is not None and torch.device(device).type != worker.device.type:
+        raise ConfigError(
+            f"rank {worker.rank}: init was called before with device '{worker.device}', now with '{device}'"
+        )
+    return worker
+
+
+def _choose_device(environment: Environment, device: str | torch.device | None) -> torch.device:
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        place = torch.device(device)
+    except RuntimeError as error:
+        raise ConfigError(f"rank {environment.rank}: no device {device!r}: {error}") from None
+    if place.type != "cuda":
+        return place
+    available = torch.cuda.device_count()
+    index = environment.local_rank if place.index is None else place.index
+    if index >= available:
+        raise ConfigError(
+            f"rank {environment.rank}: needs GPU {index} of this host, which has {available}. "
+            f"Start at most {available} workers a host, or pass device='cpu'."
+        )
+    place = torch.device("cuda", index)
+    torch.cuda.set_device(place)
+    return place
+
+
+def _choose_backend(environment: Environment, device: torch.device) -> str:
+    if device.type == "cuda" and dist.is_nccl_available():
+        return "cpu:gloo,cuda:nccl"
+    if environment.one_host and environment.world > 1 and _registered("phalanx"):
+        return "phalanx"
+    return "gloo"
+
+
+def _registered(backend: str) -> bool:
+    return backend in dist.Backend.backend_list
+
+
+def _check_backend(environment: Environment, backend: str) -> None:
+    for piece in backend.split(","):
+        name = piece.rsplit(":", 1)[-1].lower()
+        if not _registered(name):
+            known = ", ".join(name for name in dist.Backend.backend_list if name != "undefined")
+            raise ConfigError(f"rank {environment.rank}: torch knows no backend {name!r}; it has {known}")
+
+
+def _set_threads(environment: Environment, threads: int | None) -> None:
+    if threads is None and os.environ.get("OMP_NUM_THREADS"):
+        return
+    if threads is not None and threads < 1:
+        raise ConfigError(f"rank {environment.rank}: threads must be 1 or more, got {threads}")
+    torch.set_num_threads(threads or threads_for(environment.local_world))
+
+
+def threads_for(local_world: int) -> int:
+    """An even share of the cores this process may use, at least one."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // local_world)

@@ -1,0 +1,80 @@
+"""Arithmetic on sets of time intervals. Pure; the unit is the caller's.
+
+A set is a list of (start, end) pairs, sorted, disjoint and not empty; `union` makes one of any pairs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+Interval = tuple[int, int]
+
+
+def union(pairs: Iterable[Interval]) -> list[Interval]:
+    """The set covered by any pairs; empty and backward ones cover nothing."""
+    merged: list[Interval] = []
+    for start, end in sorted(pair for pair in pairs if pair[1] > pair[0]):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def intersection(first: list[Interval], second: list[Interval]) -> list[Interval]:
+    """What two sets both cover."""
+    common: list[Interval] = []
+    i = j = 0
+    while i < len(first) and j < len(second):
+        start = max(first[i][0], second[j][0])
+        end = min(first[i][1], second[j][1])
+        if start < end:
+            common.append((start, end))
+        if first[i][1] < second[j][1]:
+            i += 1
+        else:
+            j += 1
+    return common
+
+
+def difference(first: list[Interval], second: list[Interval]) -> list[Interval]:
+    """What the first set covers and the second does not."""
+    rest: list[Interval] = []
+    j = 0
+    for start, end in first:
+        while j < len(second) and second[j][1] <= start:
+            j += 1
+        k, at = j, start
+        while k < len(second) and second[k][0] < end:
+            if second[k][0] > at:
+                rest.append((at, second[k][0]))
+            at = max(at, second[k][1])
+            k += 1
+        if at < end:
+            rest.append((at, end))
+    return rest
+
+
+def length(intervals: Iterable[Interval]) -> int:
+    """The time a set covers."""
+    return sum(end - start for start, end in intervals)
+
+
+def clip(intervals: list[Interval], start: int, end: int) -> list[Interval]:
+    """The part of a set between two moments."""
+    return intersection(intervals, [(start, end)]) if end > start else []
+
+
+def rows(pairs: list[Interval]) -> list[int]:
+    """For each pair the row it is drawn in, as few rows as possible, none overlapping in its row."""
+    ends: list[int] = []
+    assigned = [0] * len(pairs)
+    for index in sorted(range(len(pairs)), key=lambda index: pairs[index]):
+        start, end = pairs[index]
+        row = next((row for row, last in enumerate(ends) if last <= start), len(ends))
+        if row == len(ends):
+            ends.append(end)
+        else:
+            ends[row] = end
+        assigned[index] = row
+    return assigned

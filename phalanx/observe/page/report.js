@@ -1,0 +1,186 @@
+"use strict";
+const data = JSON.parse(document.getElementById("run-data").textContent);
+const root = document.documentElement;
+const RANKS = ["#3d7ab8", "#c2693d", "#3f9c7c", "#9a62b3", "#b39a2f", "#c0517f", "#4a8f9f", "#7d7d7d"];
+const options = { displayModeBar: false, responsive: true };
+
+const colour = (name) => getComputedStyle(root).getPropertyValue("--" + name).trim();
+const ofRank = (rank) => RANKS[rank % RANKS.length];
+const show = (element, traces, layout) => Plotly.react(element, traces, layout, options);
+
+function layout(extra) {
+  const axis = { gridcolor: colour("line"), zerolinecolor: colour("line"), linecolor: colour("line"), automargin: true };
+  const base = {
+    paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
+    font: { family: getComputedStyle(document.body).fontFamily, size: 13, color: colour("ink") },
+    margin: { l: 48, r: 12, t: 8, b: 42 }, hoverlabel: { font: { size: 13 } },
+    legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 0, traceorder: "normal" },
+  };
+  const merged = { ...base, ...extra };
+  merged.xaxis = { ...axis, ...(extra.xaxis || {}) };
+  merged.yaxis = { ...axis, ...(extra.yaxis || {}) };
+  if (merged.xaxis.title) merged.xaxis.title = { ...merged.xaxis.title, standoff: 8, font: { size: 13, color: colour("soft") } };
+  return merged;
+}
+
+/* Curves ------------------------------------------------------------------------------------------------ */
+function drawCurves() {
+  for (const section of document.querySelectorAll("section[data-curves]")) {
+    const names = section.dataset.curves.split(",").filter((name) => (data.curves[name] || []).length);
+    section.hidden = names.length === 0;
+    if (section.hidden) continue;
+    const bytes = names[0] === "resident_bytes";
+    const traces = names.flatMap((name) => data.curves[name].map((curve) => ({
+      x: curve.x, y: bytes ? curve.y.map((value) => value / 1e6) : curve.y, mode: "lines",
+      name: (names.length > 1 ? (name === "loss" ? "training, " : "held out, ") : "") + "rank " + curve.rank,
+      line: { color: ofRank(curve.rank), width: 2, dash: name === "held_out_loss" ? "dot" : "solid" },
+      hovertemplate: "%{y:.4~g} at %{x}<extra>rank " + curve.rank + "</extra>",
+    })));
+    const byStep = data.curves[names[0]][0].by_step;
+    show(section.querySelector(".curve"), traces, layout({
+      xaxis: { title: { text: byStep ? "step" : "seconds" } },
+      yaxis: { rangemode: bytes || names[0] === "tokens_per_s" ? "tozero" : "normal" },
+      showlegend: traces.length > 1 && traces.length <= 16,
+    }));
+  }
+}
+
+/* Totals ------------------------------------------------------------------------------------------------ */
+function drawTimes() {
+  const element = document.getElementById("times");
+  if (!element) return;
+  const y = data.times.map((one) => "rank " + one.rank);
+  const traces = ["forward", "backward", "optimizer", "waiting", "other"].map((part) => ({
+    type: "bar", orientation: "h", name: part, y,
+    x: data.times.map((one) => (one.total ? (100 * one[part]) / one.total : 0)),
+    customdata: data.times.map((one) => one[part] / 1e6),
+    hovertemplate: part + " %{x:.1f} %, %{customdata:,.0f} ms<extra>%{y}</extra>",
+    marker: { color: colour(part) },
+  }));
+  show(element, traces, layout({
+    barmode: "stack", height: Math.max(250, 110 + 26 * y.length), bargap: 0.35,
+    xaxis: { ticksuffix: " %", range: [0, 100] }, yaxis: { autorange: "reversed" },
+  }));
+}
+
+function drawLateness() {
+  const element = document.getElementById("late");
+  if (!element) return;
+  const y = data.lateness.map((late) => "rank " + late.rank);
+  show(element, [{
+    type: "bar", orientation: "h", y, x: data.lateness.map((late) => late.mean_ns / 1e6),
+    customdata: data.lateness.map((late) => 100 * late.share_last),
+    marker: { color: data.lateness.map((late) => ofRank(late.rank)) },
+    hovertemplate: "%{x:.2f} ms late on average, last in %{customdata:.0f} % of passes<extra>%{y}</extra>",
+  }], layout({
+    height: Math.max(250, 110 + 26 * y.length), bargap: 0.45,
+    xaxis: { title: { text: "ms after the first rank, mean" }, rangemode: "tozero" },
+    yaxis: { autorange: "reversed" },
+  }));
+}
+
+/* Timeline ---------------------------------------------------------------------------------------------- */
+const KINDS = [
+  ["forward", "forward"], ["backward", "backward"], ["optimizer", "optimizer"], ["waiting", "waiting"],
+  ["reduce hidden", "hidden"], ["reduce exposed", "exposed"], ["gather", "gather"],
+];
+let current = 0;
+
+function timelineTraces(shown) {
+  const traces = new Map(KINDS.map(([kind, shade]) => [kind, {
+    type: "bar", orientation: "h", name: kind, base: [], x: [], y: [], width: [], text: [], customdata: [],
+    marker: { color: colour(shade), line: { width: 0.6, color: colour("card") } },
+    textposition: "inside", insidetextanchor: "middle", constraintext: "none", cliponaxis: true,
+    hovertemplate: "%{customdata}<extra></extra>",
+  }]));
+  const filled = { mode: "markers", name: "bucket filled", x: [], y: [], customdata: [], hovertemplate: "%{customdata}<extra></extra>",
+    marker: { symbol: "triangle-down", size: 8, color: colour("ink") } };
+  const ticks = [], labels = [];
+  let y = 0;
+  const bar = (kind, row, width, start, end, text, words) => {
+    const trace = traces.get(kind);
+    trace.base.push(start); trace.x.push(end - start); trace.y.push(row); trace.width.push(width);
+    trace.text.push(text); trace.customdata.push(words);
+  };
+  for (const rank of shown.ranks) {
+    ticks.push(y); labels.push("rank " + rank.rank);
+    for (const [name, start, end, bucket] of rank.compute) {
+      const inside = bucket === null ? "" : " of bucket " + bucket;
+      bar(name, y, name === "waiting" ? 0.5 : 0.8, start, end, "", `${name}${inside}, ${(end - start).toFixed(2)} ms`);
+    }
+    for (const [at, bucket] of rank.filled) {
+      filled.x.push(at); filled.y.push(y - 0.48); filled.customdata.push(`bucket ${bucket} filled at ${at.toFixed(2)} ms`);
+    }
+    const depth = 1 + rank.communication.reduce((most, piece) => Math.max(most, piece[2]), 0);
+    const height = Math.max(0.32, 0.8 / depth);
+    ticks.push(y + 0.95); labels.push("communication");
+    for (const [name, bucket, row, start, end, hidden, bytes, whole] of rank.communication) {
+      const kind = name === "gather" ? "gather" : hidden ? "reduce hidden" : "reduce exposed";
+      const size = bytes ? `, ${(bytes / 1e6).toFixed(2)} MB` : "";
+      bar(kind, y + 0.95 + row * height, height * 0.94, start, end, bucket === null ? "" : String(bucket),
+        `${name} of bucket ${bucket}${size}: ${whole.toFixed(2)} ms, this part ${hidden ? "hidden" : "exposed"}`);
+    }
+    y += 1.6 + depth * height;
+  }
+  const bars = [...traces.values()].filter((trace) => trace.x.length);
+  return { traces: filled.x.length ? [...bars, filled] : bars, ticks, labels, height: y };
+}
+
+function describe(shown) {
+  const words = shown.ranks.map((rank) => {
+    const length = (keep) => rank.communication.filter(keep).reduce((sum, piece) => sum + piece[4] - piece[3], 0);
+    const all = length(() => true);
+    return all ? `rank ${rank.rank} hid ${Math.round((100 * length((piece) => piece[5])) / all)} %` : `rank ${rank.rank} moved nothing`;
+  });
+  return "Of its communication in this pass, " + words.join(", ") + ".";
+}
+
+function drawTimeline() {
+  const element = document.getElementById("timeline");
+  if (!element || !data.timeline.passes.length) return;
+  const shown = data.timeline.passes[current];
+  const { traces, ticks, labels, height } = timelineTraces(shown);
+  show(element, traces, layout({
+    barmode: "overlay", height: 110 + 34 * height, uniformtext: { mode: "hide", minsize: 9 },
+    xaxis: { title: { text: "ms since the pass began" }, range: [0, shown.ms] },
+    yaxis: { tickvals: ticks, ticktext: labels, range: [height - 0.7, -0.9], showgrid: false, zeroline: false, fixedrange: true },
+  }));
+  document.getElementById("pass").value = String(current);
+  document.getElementById("previous").disabled = current === 0;
+  document.getElementById("next").disabled = current === data.timeline.passes.length - 1;
+  document.getElementById("pass-length").textContent = `${shown.ms.toFixed(2)} ms`;
+  const more = data.timeline.left_out_ranks ? ` ${data.timeline.left_out_ranks} more ranks are not drawn.` : "";
+  document.getElementById("timeline-words").textContent = describe(shown) + more;
+}
+
+function choose(index) {
+  current = Math.min(Math.max(index, 0), data.timeline.passes.length - 1);
+  drawTimeline();
+}
+
+function prepareTimeline() {
+  const select = document.getElementById("pass");
+  if (!select) return;
+  for (const [index, one] of data.timeline.passes.entries()) {
+    select.append(new Option(`${one.index}${one.label ? " · " + one.label : ""}`, String(index)));
+  }
+  const typical = data.timeline.passes.findIndex((one) => one.label === "typical");
+  current = typical >= 0 ? typical : 0;
+  select.addEventListener("change", () => choose(Number(select.value)));
+  document.getElementById("previous").addEventListener("click", () => choose(current - 1));
+  document.getElementById("next").addEventListener("click", () => choose(current + 1));
+}
+
+/* Theme ------------------------------------------------------------------------------------------------- */
+function setTheme(dark) {
+  root.dataset.theme = dark ? "dark" : "light";
+  const button = document.getElementById("theme");
+  button.setAttribute("aria-pressed", String(dark));
+  drawCurves(); drawTimes(); drawLateness(); drawTimeline();
+}
+
+prepareTimeline();
+const preferred = matchMedia("(prefers-color-scheme: dark)");
+setTheme(preferred.matches);
+preferred.addEventListener("change", () => setTheme(preferred.matches));
+document.getElementById("theme").addEventListener("click", () => setTheme(root.dataset.theme !== "dark"));

@@ -1,0 +1,101 @@
+"""A run as a Chrome trace file, which Perfetto (ui.perfetto.dev) and chrome://tracing open.
+
+One process a rank; threads as they were, except that collectives under way at the same time get rows of their
+own, since the format cannot draw spans that cross on one row.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from phalanx.observe import trace
+from phalanx.observe.intervals import rows
+from phalanx.observe.run import RankTrace, Run, Span
+from phalanx.observe.stats import COMMUNICATION
+
+_FIRST_COMMUNICATION_ROW = 1000
+
+
+def export(run: Run, path: str | Path) -> Path:
+    """Write the run to `path` and return it."""
+    target = Path(path)
+    target.write_text(json.dumps({"traceEvents": events(run), "displayTimeUnit": "ms"}))
+    return target
+
+
+def events(run: Run) -> list[dict[str, Any]]:
+    """The trace events, times in microseconds."""
+    return [event for rank in run.ranks for event in _rank_events(rank)]
+
+
+def _rank_events(rank: RankTrace) -> list[dict[str, Any]]:
+    threads = _thread_numbers(rank)
+    found: list[dict[str, Any]] = [
+        _named("process_name", rank.rank, 0, f"rank {rank.rank} on {rank.header.get('host', '?')}"),
+    ]
+    found += [
+        _named("thread_name", rank.rank, number, "training" if number == 0 else f"thread {number}")
+        for number in sorted(threads.values())
+    ]
+    communication = rank.named(*COMMUNICATION)
+    drawn = rows([(span.start, span.end) for span in communication])
+    found += [
+        _named("thread_name", rank.rank, _FIRST_COMMUNICATION_ROW + row, "communication")
+        for row in sorted(set(drawn))
+    ]
+    for span, row in zip(communication, drawn, strict=True):
+        found.append(_complete(rank.rank, _FIRST_COMMUNICATION_ROW + row, span))
+    for span in rank.spans:
+        if span.name not in COMMUNICATION:
+            found.append(_complete(rank.rank, threads[span.thread], span))
+    for instant in rank.instants:
+        found.append(
+            {
+                "ph": "i",
+                "s": "p" if instant.name in (trace.WARNING, trace.FAILURE) else "t",
+                "name": instant.name,
+                "pid": rank.rank,
+                "tid": threads[instant.thread],
+                "ts": instant.at / 1000,
+                "args": instant.attrs,
+            }
+        )
+    for scalar in rank.scalars:
+        found.append(
+            {
+                "ph": "C",
+                "name": scalar.name,
+                "pid": rank.rank,
+                "ts": scalar.at / 1000,
+                "args": {"value": scalar.value},
+            }
+        )
+    return found
+
+
+def _thread_numbers(rank: RankTrace) -> dict[int, int]:
+    seen = [span.thread for span in rank.spans] + [instant.thread for instant in rank.instants]
+    main = rank.header.get("main_thread")
+    ordered = dict.fromkeys([main] if isinstance(main, int) else [])
+    ordered.update(dict.fromkeys(seen))
+    return {thread: number for number, thread in enumerate(ordered)}
+
+
+def _named(kind: str, rank: int, thread: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": kind, "pid": rank, "tid": thread, "args": {"name": name}}
+
+
+def _complete(rank: int, thread: int, span: Span) -> dict[str, Any]:
+    shown = span.name if span.bucket is None else f"{span.name} {span.bucket}"
+    return {
+        "ph": "X",
+        "name": shown,
+        "cat": span.name,
+        "pid": rank,
+        "tid": thread,
+        "ts": span.start / 1000,
+        "dur": (span.end - span.start) / 1000,
+        "args": span.attrs,
+    }

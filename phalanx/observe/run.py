@@ -1,0 +1,180 @@
+"""A run read back from its directory: every rank's trace on one clock, and what `run.json` says.
+
+Owns the meaning of the trace files that `trace.Recorder` writes. A file cut off in the middle of a line, as a
+killed rank leaves it, is read up to there.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from phalanx.errors import StateError
+from phalanx.launch.rundir import RunDirectory
+from phalanx.observe import trace
+
+
+@dataclass(frozen=True)
+class Span:
+    """Something that took time; times in nanoseconds since the run's first event."""
+
+    name: str
+    start: int
+    end: int
+    thread: int
+    attrs: dict[str, Any]
+
+    @property
+    def bucket(self) -> int | None:
+        """The bucket it belongs to, when it belongs to one."""
+        bucket = self.attrs.get("bucket")
+        return bucket if isinstance(bucket, int) else None
+
+
+@dataclass(frozen=True)
+class Instant:
+    """Something that happened."""
+
+    name: str
+    at: int
+    thread: int
+    attrs: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Scalar:
+    """One point of a curve."""
+
+    name: str
+    at: int
+    step: int | None
+    value: float
+
+
+@dataclass
+class RankTrace:
+    """One rank's events, each kind in order of time."""
+
+    rank: int
+    header: dict[str, Any]
+    spans: list[Span] = field(default_factory=list)
+    instants: list[Instant] = field(default_factory=list)
+    scalars: list[Scalar] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    def named(self, *names: str) -> list[Span]:
+        """The spans of these names."""
+        return [span for span in self.spans if span.name in names]
+
+    def curve(self, name: str) -> list[Scalar]:
+        """The points of one curve."""
+        return [scalar for scalar in self.scalars if scalar.name == name]
+
+
+@dataclass
+class Run:
+    """All that a run left: `facts` is its `run.json` (maybe empty), `ranks` the traces found (maybe none)."""
+
+    path: Path
+    facts: dict[str, Any]
+    ranks: list[RankTrace]
+
+    @property
+    def duration_ns(self) -> int:
+        """From the first event to the last."""
+        ends = [span.end for rank in self.ranks for span in rank.spans]
+        ends += [scalar.at for rank in self.ranks for scalar in rank.scalars]
+        return max(ends, default=0)
+
+
+def load(path: str | Path) -> Run:
+    """Read a run directory, or a folder that holds nothing but traces. Raises StateError on anything else."""
+    root = Path(path)
+    if not root.exists():
+        raise StateError(f"there is no run directory {root}. `phalanx run --trace` names the one it writes.")
+    if not root.is_dir():
+        raise StateError(f"{root} is a file. Name the directory that `phalanx run --trace` wrote.")
+    directory = RunDirectory(root)
+    facts = directory.facts()
+    where = directory.last_attempt() or root
+    files = sorted(where.glob("trace-rank*.jsonl"))
+    if not files and not facts:
+        raise StateError(
+            f"{root} holds no run: neither run.json nor trace files. Name a directory that "
+            "`phalanx run --trace` wrote."
+        )
+    raw = [_read(file) for file in files]
+    return Run(root, facts, [_place(events, zero) for events, zero in zip(raw, _zeros(raw), strict=True)])
+
+
+@dataclass
+class _RawTrace:
+    path: Path
+    header: dict[str, Any]
+    events: list[list[Any]]
+
+
+def _read(path: Path) -> _RawTrace:
+    with open(path, encoding="utf-8", errors="replace") as file:
+        try:
+            header = json.loads(file.readline())
+            version = header["phalanx_trace"]
+        except (ValueError, KeyError, TypeError):
+            raise StateError(f"{path} is not a phalanx trace: its first line is no header") from None
+        if version != trace.FORMAT_VERSION:
+            raise StateError(
+                f"{path} is a trace of version {version}, this phalanx reads version "
+                f"{trace.FORMAT_VERSION}. Read it with the phalanx that wrote it."
+            )
+        events = []
+        for line in file:
+            try:
+                events.append(json.loads(line))
+            except ValueError:
+                # Only a write that was cut off leaves this, and nothing follows it.
+                break
+    return _RawTrace(path, header, events)
+
+
+def _zeros(raw: list[_RawTrace]) -> list[int]:
+    """For each trace, the reading of its own clock at the run's first event.
+
+    Ranks of one boot share a clock, so they share one anchor and are aligned exactly; between hosts the
+    wall clock is all there is.
+    """
+    anchors: dict[str, int] = {}
+    for one in raw:
+        anchors.setdefault(str(one.header["boot"]), one.header["wall_ns"] - one.header["perf_ns"])
+    offsets = [anchors[str(one.header["boot"])] for one in raw]
+    firsts = [
+        offset + event[2]
+        for one, offset in zip(raw, offsets, strict=True)
+        for event in one.events
+        if len(event) > 2
+    ]
+    first = min(firsts, default=0)
+    return [first - offset for offset in offsets]
+
+
+def _place(raw: _RawTrace, zero: int) -> RankTrace:
+    rank = RankTrace(int(raw.header["rank"]), raw.header)
+    for event in raw.events:
+        kind, name = event[0], event[1]
+        if kind == "span":
+            attrs = event[5]
+            if "ready_ns" in attrs:
+                attrs["ready_ns"] -= zero
+            rank.spans.append(Span(name, event[2] - zero, event[3] - zero, event[4], attrs))
+        elif kind == "instant":
+            rank.instants.append(Instant(name, event[2] - zero, event[3], event[4]))
+        elif kind == "scalar":
+            rank.scalars.append(Scalar(name, event[2] - zero, event[3], float(event[4])))
+        elif kind == "fact":
+            rank.facts[name] = event[3]
+        else:
+            raise StateError(f"{raw.path} holds an event of unknown kind {kind!r}")
+    rank.spans.sort(key=lambda span: (span.start, -span.end))
+    rank.instants.sort(key=lambda instant: instant.at)
+    return rank

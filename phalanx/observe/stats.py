@@ -1,0 +1,187 @@
+"""What a run's traces say in numbers: where time went, what communication was hidden, who was late.
+
+Pure: a `Run` in, numbers out. A *pass* is one backward with the communication it caused; passes are matched
+between ranks by their order.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from phalanx.observe import trace
+from phalanx.observe.intervals import Interval, clip, difference, intersection, length, union
+from phalanx.observe.run import RankTrace, Run, Span
+
+COMPUTE = (trace.FORWARD, trace.BACKWARD, trace.OPTIMIZER)
+COMMUNICATION = (trace.REDUCE, trace.GATHER)
+
+
+@dataclass(frozen=True)
+class RankTimes:
+    """Where one rank's time went, in nanoseconds. The parts add up to `total`."""
+
+    rank: int
+    total: int
+    forward: int
+    backward: int
+    optimizer: int
+    waiting: int
+    other: int
+    communication: int
+    """Time during which at least one collective was under way; not a part, it overlaps the others."""
+    hidden: int
+    """The part of `communication` during which the rank computed."""
+
+    @property
+    def hidden_share(self) -> float | None:
+        """1.0 when all communication was hidden behind compute; None when there was none."""
+        return self.hidden / self.communication if self.communication else None
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One rank's k-th backward: from the start of the forward before it to the start of the next."""
+
+    index: int
+    start: int
+    end: int
+    backward: Interval
+    arrival: int
+    """When the rank had nothing left to compute in backward."""
+
+
+@dataclass(frozen=True)
+class Lateness:
+    """How late one rank was, compared with the first rank to arrive in each pass."""
+
+    rank: int
+    mean_ns: float
+    share_last: float
+    """The share of passes in which it arrived last."""
+
+
+@dataclass(frozen=True)
+class BucketTimes:
+    """One bucket over the whole run, all ranks."""
+
+    bucket: int
+    bytes: int
+    count: int
+    mean_ns: float
+    hidden_share: float
+
+
+def _pairs(spans: Sequence[Span]) -> list[Interval]:
+    return union((span.start, span.end) for span in spans)
+
+
+def working(rank: RankTrace) -> list[Interval]:
+    """When the rank computed: forward, backward and optimizer, less the time it stood waiting."""
+    return difference(_pairs(rank.named(*COMPUTE)), _pairs(rank.named(trace.WAITING)))
+
+
+def rank_times(rank: RankTrace) -> RankTimes:
+    """Split one rank's time, from its first span to its last."""
+    known = rank.named(*COMPUTE, *COMMUNICATION, trace.WAITING)
+    start = min((span.start for span in known), default=0)
+    end = max((span.end for span in known), default=0)
+    waiting = _pairs(rank.named(trace.WAITING))
+    parts = {}
+    taken = waiting
+    # Inner before outer: an optimizer step inside backward (ZeRO overlapped) counts as optimizer.
+    for name in (trace.OPTIMIZER, trace.BACKWARD, trace.FORWARD):
+        mine = difference(_pairs(rank.named(name)), taken)
+        parts[name] = length(mine)
+        taken = union([*taken, *mine])
+    communication = _pairs(rank.named(*COMMUNICATION))
+    return RankTimes(
+        rank=rank.rank,
+        total=end - start,
+        forward=parts[trace.FORWARD],
+        backward=parts[trace.BACKWARD],
+        optimizer=parts[trace.OPTIMIZER],
+        waiting=length(waiting),
+        other=end - start - length(taken),
+        communication=length(communication),
+        hidden=length(intersection(communication, working(rank))),
+    )
+
+
+def passes(rank: RankTrace) -> list[Pass]:
+    """The rank's backward passes in order."""
+    backwards = rank.named(trace.BACKWARD)
+    forwards = rank.named(trace.FORWARD)
+    waiting = _pairs(rank.named(trace.WAITING))
+    last = max((span.end for span in rank.spans), default=0)
+    starts = []
+    cursor = 0
+    previous_end = 0
+    for backward in backwards:
+        start = backward.start
+        while cursor < len(forwards) and forwards[cursor].start < backward.start:
+            if forwards[cursor].start >= previous_end:
+                start = min(start, forwards[cursor].start)
+            cursor += 1
+        starts.append(start)
+        previous_end = backward.end
+    found = []
+    for index, (backward, start) in enumerate(zip(backwards, starts, strict=True)):
+        end = starts[index + 1] if index + 1 < len(starts) else last
+        worked = difference([(backward.start, backward.end)], clip(waiting, backward.start, backward.end))
+        arrival = worked[-1][1] if worked else backward.end
+        found.append(Pass(index, start, max(end, backward.end), (backward.start, backward.end), arrival))
+    return found
+
+
+def lateness(run: Run) -> list[Lateness]:
+    """Who kept the others waiting. Empty with fewer than two ranks or no complete pass."""
+    arrivals = [[one.arrival for one in passes(rank)] for rank in run.ranks]
+    count = min((len(times) for times in arrivals), default=0)
+    if len(arrivals) < 2 or count == 0:
+        return []
+    firsts = [min(times[k] for times in arrivals) for k in range(count)]
+    lasts = [max(times[k] for times in arrivals) for k in range(count)]
+    return [
+        Lateness(
+            rank=rank.rank,
+            mean_ns=statistics.fmean(times[k] - firsts[k] for k in range(count)),
+            share_last=sum(times[k] == lasts[k] for k in range(count)) / count,
+        )
+        for rank, times in zip(run.ranks, arrivals, strict=True)
+    ]
+
+
+def bucket_times(run: Run) -> list[BucketTimes]:
+    """Each bucket's reductions over the run."""
+    spans: dict[int, list[tuple[Span, float]]] = {}
+    for rank in run.ranks:
+        busy = working(rank)
+        for span in rank.named(trace.REDUCE):
+            if span.bucket is not None:
+                hidden = length(clip(busy, span.start, span.end)) / max(1, span.end - span.start)
+                spans.setdefault(span.bucket, []).append((span, hidden))
+    return [
+        BucketTimes(
+            bucket=bucket,
+            bytes=max(int(span.attrs.get("bytes", 0)) for span, _ in found),
+            count=len(found),
+            mean_ns=statistics.fmean(span.end - span.start for span, _ in found),
+            hidden_share=statistics.fmean(hidden for _, hidden in found),
+        )
+        for bucket, found in sorted(spans.items())
+    ]
+
+
+def hidden_share(run: Run) -> float | None:
+    """The share of all ranks' communication that was hidden behind compute; None when there was none."""
+    times = [rank_times(rank) for rank in run.ranks]
+    communication = sum(one.communication for one in times)
+    return sum(one.hidden for one in times) / communication if communication else None
+
+
+def median_pass_ns(rank: RankTrace) -> float | None:
+    """The usual length of a pass, the first left out because it warms up; None without passes."""
+    lengths = [one.end - one.start for one in passes(rank)]
+    return statistics.median(lengths[1:] or lengths) if lengths else None

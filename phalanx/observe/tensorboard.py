@@ -1,0 +1,30 @@
+"""A run's curves as TensorBoard event files, where TensorBoard is installed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from phalanx.errors import ConfigError
+from phalanx.observe.run import Run
+
+
+def export(run: Run, directory: str | Path) -> int:
+    """Write every curve of every rank under `directory`, one folder a rank, and return how many points.
+
+    Points without a step of their own are numbered in order.
+    """
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise ConfigError("TensorBoard is not installed. Install it with: pip install tensorboard") from None
+    count = 0
+    for rank in run.ranks:
+        wall_ns = rank.header["wall_ns"]
+        with SummaryWriter(str(Path(directory) / f"rank-{rank.rank:05d}")) as writer:  # type: ignore[no-untyped-call]
+            for number, scalar in enumerate(rank.scalars):
+                step = number if scalar.step is None else scalar.step
+                writer.add_scalar(  # type: ignore[no-untyped-call]
+                    scalar.name, scalar.value, step, walltime=(wall_ns + scalar.at) / 1e9
+                )
+                count += 1
+    return count

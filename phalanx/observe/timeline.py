@@ -1,0 +1,121 @@
+"""The part of a run that the report draws as bars: a few telling passes, every rank, on one clock. Pure."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from typing import Any
+
+from phalanx.observe import trace
+from phalanx.observe.intervals import clip, difference, rows
+from phalanx.observe.run import RankTrace, Run, Span
+from phalanx.observe.stats import COMMUNICATION, COMPUTE, Pass, passes, working
+
+MOST_PASSES = 24
+MOST_RANKS = 16
+
+
+def timeline(run: Run) -> dict[str, Any]:
+    """A JSON value: which passes and ranks are drawn, and their bars in ms from the pass's start."""
+    drawn = [_Drawn(rank) for rank in _drawn_ranks(run.ranks)]
+    by_rank = [one.passes for one in drawn]
+    count = min((len(found) for found in by_rank), default=0)
+    chosen = _telling_passes(by_rank, count)
+    return {
+        "left_out_ranks": len(run.ranks) - len(drawn),
+        "num_passes": count,
+        "passes": [_pass_value(drawn, index, label) for index, label in chosen],
+    }
+
+
+class _Drawn:
+    """One rank, prepared so that cutting a pass out of a long run is quick."""
+
+    def __init__(self, rank: RankTrace) -> None:
+        self.rank = rank.rank
+        self.passes = passes(rank)
+        self.busy = working(rank)
+        self.filled = _filled(rank)
+        self._spans = [span for span in rank.spans if span.name in (*COMPUTE, *COMMUNICATION, trace.WAITING)]
+        self._starts = [span.start for span in self._spans]
+        self._longest = max((span.end - span.start for span in self._spans), default=0)
+
+    def inside(self, start: int, end: int) -> list[Span]:
+        """The spans under way at any moment between two."""
+        first = bisect_left(self._starts, start - self._longest)
+        last = bisect_left(self._starts, end)
+        return [span for span in self._spans[first:last] if span.end > start]
+
+
+def _filled(rank: RankTrace) -> list[tuple[int, int | None]]:
+    """When buckets filled: said by an instant of its own, or by the reduction that followed."""
+    instants = [
+        (instant.at, instant.attrs.get("bucket"))
+        for instant in rank.instants
+        if instant.name == trace.BUCKET_FILLED
+    ]
+    said = [(span.attrs["ready_ns"], span.bucket) for span in rank.spans if "ready_ns" in span.attrs]
+    return instants + said
+
+
+def _drawn_ranks(ranks: list[RankTrace]) -> list[RankTrace]:
+    if len(ranks) <= MOST_RANKS:
+        return ranks
+    return [ranks[index * (len(ranks) - 1) // (MOST_RANKS - 1)] for index in range(MOST_RANKS)]
+
+
+def _telling_passes(by_rank: list[list[Pass]], count: int) -> list[tuple[int, str]]:
+    if count == 0:
+        return []
+    lengths = [max(found[k].end - found[k].start for found in by_rank) for k in range(count)]
+    steady = range(1, count) if count > 1 else range(count)
+    usual = sorted(steady, key=lambda k: lengths[k])[len(steady) // 2]
+    slowest = max(steady, key=lambda k: lengths[k])
+    labels = {0: "first", count - 1: "last", slowest: "slowest", usual: "typical"}
+    spread = {index * (count - 1) // max(1, MOST_PASSES - 5) for index in range(MOST_PASSES - 4)}
+    return [(k, labels.get(k, "")) for k in sorted(spread | set(labels))]
+
+
+def _pass_value(drawn: list[_Drawn], index: int, label: str) -> dict[str, Any]:
+    start = min(one.passes[index].start for one in drawn)
+    end = max(one.passes[index].end for one in drawn)
+    return {
+        "index": index,
+        "label": label,
+        "ms": round((end - start) / 1e6, 4),
+        "ranks": [_rank_value(one, start, end) for one in drawn],
+    }
+
+
+def _rank_value(drawn: _Drawn, start: int, end: int) -> dict[str, Any]:
+    def ms(at: int) -> float:
+        return round((at - start) / 1e6, 4)
+
+    inside = drawn.inside(start, end)
+    compute = [
+        [span.name, ms(max(span.start, start)), ms(min(span.end, end)), span.bucket]
+        for span in inside
+        if span.name in (*COMPUTE, trace.WAITING)
+    ]
+    moving = [span for span in inside if span.name in COMMUNICATION]
+    placed = rows([(span.start, span.end) for span in moving])
+    busy = clip(drawn.busy, start, end)
+    pieces = [
+        [span.name, span.bucket, row, ms(a), ms(b), hidden, span.attrs.get("bytes", 0), _span_ms(span)]
+        for span, row in zip(moving, placed, strict=True)
+        for a, b, hidden in _pieces(span, busy, start, end)
+    ]
+    filled = [[ms(at), bucket] for at, bucket in drawn.filled if start <= at < end]
+    return {"rank": drawn.rank, "compute": compute, "communication": pieces, "filled": filled}
+
+
+def _span_ms(span: Span) -> float:
+    return round((span.end - span.start) / 1e6, 4)
+
+
+def _pieces(span: Span, busy: list[tuple[int, int]], start: int, end: int) -> list[tuple[int, int, bool]]:
+    """The span cut where the rank began or stopped computing, each piece hidden or not."""
+    whole = clip([(span.start, span.end)], start, end)
+    if not whole:
+        return []
+    hidden = clip(busy, *whole[0])
+    return sorted([(a, b, True) for a, b in hidden] + [(a, b, False) for a, b in difference(whole, hidden)])

@@ -1,0 +1,148 @@
+"""An optimizer that steps during backward, as soon as a gradient is complete, and frees it.
+
+Alone, a parameter is stepped by its own hook. Wrapped in DistributedDataParallel, the wrapper takes over:
+it steps a bucket's parameters when their mean has arrived, and not at all under `no_sync`. With `max_norm`
+all steps wait until the last gradient is there, because the global norm needs them all.
+Must not know of process groups.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.autograd import Variable
+from torch.utils.hooks import RemovableHandle
+
+from ..errors import ArgumentTypeError, ConfigError
+
+_OWNERS = "_phalanx_in_backward"
+
+
+class InBackward:
+    """One small optimizer a parameter, all of one class. Made by `apply_in_backward`."""
+
+    def __init__(
+        self,
+        optimizer_class: type[torch.optim.Optimizer],
+        params: Sequence[torch.nn.Parameter],
+        max_norm: float | None,
+        options: dict[str, Any],
+    ) -> None:
+        self.params = list(params)
+        self.max_norm = max_norm
+        self.last_norm: torch.Tensor | None = None
+        self._optimizers = {param: optimizer_class([param], **options) for param in self.params}
+        self._accumulating = False
+        self._pending: list[torch.nn.Parameter] = []
+        self._handles: list[RemovableHandle] = []
+        # The parameters keep this object alive through an attribute, which the garbage collector can
+        # follow, and their hooks refer to it weakly, because those it cannot.
+        reference = weakref.ref(self)
+        for param in self.params:
+            owners = param.__dict__.setdefault(_OWNERS, [])
+            owners.append(self)
+            self._handles.append(param.register_post_accumulate_grad_hook(lambda p: _notify(reference, p)))
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Every parameter's group; change "lr" in all of them to change the learning rate."""
+        return [group for optimizer in self._optimizers.values() for group in optimizer.param_groups]
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """The optimizers in the order of the parameters, for schedulers and for saving."""
+        return list(self._optimizers.values())
+
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Backwards inside only add up gradients; the first one outside steps."""
+        before, self._accumulating = self._accumulating, True
+        try:
+            yield
+        finally:
+            self._accumulating = before
+
+    def hand_over(self) -> None:
+        """Stop stepping from hooks: a wrapper calls `gradients_ready` and `backward_ended` from now on."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _on_gradient(self, param: torch.Tensor) -> None:
+        if self._accumulating:
+            return
+        if self.max_norm is None:
+            self._step(param)
+            return
+        if not self._pending:
+            Variable._execution_engine.queue_callback(self.backward_ended)
+        self._pending.append(param)  # type: ignore[arg-type]
+
+    def gradients_ready(self, params: Iterable[torch.nn.Parameter]) -> None:
+        """These parameters hold their final gradient: step them now, or at the end with `max_norm`."""
+        if self._accumulating:
+            return
+        mine = [param for param in params if param in self._optimizers and param.grad is not None]
+        if self.max_norm is not None:
+            self._pending += mine
+            return
+        for param in mine:
+            self._step(param)
+
+    def backward_ended(self) -> None:
+        """All gradients are there: clip them together, then step."""
+        waiting, self._pending = list(dict.fromkeys(self._pending)), []
+        if waiting and self.max_norm is not None:
+            self.last_norm = torch.nn.utils.clip_grad_norm_(waiting, self.max_norm)
+        for param in waiting:
+            self._step(param)
+
+    @torch.no_grad()
+    def _step(self, param: torch.Tensor) -> None:
+        self._optimizers[param].step()  # type: ignore[index]
+        param.grad = None
+
+
+def _notify(reference: weakref.ref[InBackward], param: torch.Tensor) -> None:
+    owner = reference()
+    if owner is not None:
+        owner._on_gradient(param)
+
+
+def apply_in_backward(
+    optimizer_class: type[torch.optim.Optimizer],
+    params: Iterable[torch.nn.Parameter],
+    *,
+    max_norm: float | None = None,
+    **options: Any,
+) -> InBackward:
+    """Step `params` with `optimizer_class(…, **options)` during backward and free each gradient at once.
+
+    `max_norm` clips by the norm over all these parameters. Call it before wrapping the model or before the
+    first forward of the wrapper, on every rank alike.
+    """
+    listed = [params] if isinstance(params, torch.Tensor) else list(params)
+    if not listed:
+        raise ConfigError("apply_in_backward got no parameters. Give model.parameters().")
+    for param in listed:
+        if not isinstance(param, torch.Tensor) or not param.is_leaf or not param.requires_grad:
+            raise ArgumentTypeError(
+                f"apply_in_backward takes parameters that require a gradient, got {type(param).__name__}. "
+                "Give model.parameters() without the frozen ones."
+            )
+    if max_norm is not None and max_norm <= 0:
+        raise ConfigError(f"max_norm must be positive, got {max_norm}. Leave it out for no clipping.")
+    return InBackward(optimizer_class, listed, max_norm, options)
+
+
+def in_backward_optimizers(params: Iterable[torch.nn.Parameter]) -> list[InBackward]:
+    """Those that were applied to any of `params`, each once."""
+    found: dict[InBackward, None] = {}
+    for param in params:
+        for owner in param.__dict__.get(_OWNERS, ()):
+            found[owner] = None
+    return list(found)

@@ -1,0 +1,253 @@
+"""Applying gradients to a plain torch optimizer, many small parameters at a time.
+
+A step over a hundred small parameters costs some thousand tiny kernels, each with its dispatch and
+its hold of the GIL; the arithmetic itself is next to nothing. For optimizers whose arithmetic is
+elementwise the parameters are *packed*: a shadow of the optimizer steps on one flat tensor, into
+which parameters and gradients are copied and from which the results are copied back. The same
+kernels run on the same numbers, so the result is bit-equal to stepping each parameter by itself.
+
+The state of a parameter lives in exactly one place: in the shadow while the parameter is packed,
+else in the plain optimizer. `unpack` moves everything home. See docs/design/remote.md, "Packing".
+
+Knows nothing of RPC; not thread-safe (the owner's lock is around it).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, optim
+from torch.optim import Optimizer
+
+# Exact classes, not subclasses: a subclass may do anything to its parameters. Each of them is shown
+# bit-equal to its unpacked self by tests/remote/test_packing.py.
+ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
+    {
+        optim.SGD,
+        optim.Adam,
+        optim.AdamW,
+        optim.Adagrad,
+        optim.Adadelta,
+        optim.RMSprop,
+        optim.Adamax,
+        optim.Rprop,
+        optim.NAdam,
+        optim.RAdam,
+        optim.ASGD,
+    }
+)
+
+# Narrow types round differently in the vector and the scalar part of a kernel, and packing moves
+# elements from one part to the other.
+_DTYPES = frozenset({torch.float32, torch.float64})
+# Beyond this size copying in and out costs more than the dispatch it saves; packs stay within the cache.
+_MEMBER_NUMEL = 1 << 12
+_PACK_NUMEL = 1 << 17
+
+
+class _Pack:
+    """Parameters of one group that step as one flat tensor."""
+
+    def __init__(self, group: int, params: list[Tensor]) -> None:
+        self.group = group
+        self.params = params
+        numel = sum(param.numel() for param in params)
+        self.flat = torch.empty(numel, dtype=params[0].dtype, device=params[0].device)
+        self.flat.grad = torch.empty_like(self.flat)
+        self.values = self.cut(self.flat)
+        self.grads = self.cut(self.flat.grad)
+
+    def cut(self, flat: Tensor) -> list[Tensor]:
+        """`flat` as one view a parameter, each of its parameter's shape."""
+        pieces = torch.split(flat, [param.numel() for param in self.params])
+        return [piece.view(param.shape) for piece, param in zip(pieces, self.params, strict=True)]
+
+
+class Packer:
+    """Steps `optimizer` with given gradients, packing what can be packed.
+
+    The optimizer's own `step` is used as it is; only the tensors it sees may be packed ones.
+    `.grad` of every parameter is left as it was found.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self._elementwise = type(optimizer) in ELEMENTWISE
+        self._shadow: Optimizer | None = None
+        self._packs: list[_Pack] = []
+        self._packed: set[int] = set()
+        # Ids of the loose parameters of the last step: packs are made when two steps in a row agree,
+        # so that gradients which come and go do not pack and unpack at every step. The first step counts
+        # as agreed.
+        self._last_loose: frozenset[int] | None = None
+        self._given_up: frozenset[int] = frozenset()
+
+    def step(self, gradients: Mapping[Tensor, Tensor]) -> int:
+        """Apply `gradients` once; parameters not in it stay untouched. Returns how many were updated."""
+        with torch.no_grad():
+            packed = self._gather_packed(gradients)
+            loose = [
+                (param, gradients[param])
+                for group in self.optimizer.param_groups
+                for param in group["params"]
+                if id(param) not in self._packed and param in gradients
+            ]
+            if loose and self._elementwise and self._make_packs(loose):
+                packed = self._gather_packed(gradients)
+                loose = [(param, grad) for param, grad in loose if id(param) not in self._packed]
+            if packed:
+                self._step_packs(packed)
+            if loose:
+                self._step_loose(loose)
+        return len(loose) + len(self._packed)
+
+    def unpack(self) -> None:
+        """Move all state into the plain optimizer, as if nothing had ever been packed."""
+        for pack in self._packs:
+            self._bring_home(pack)
+        self._packs, self._packed, self._shadow = [], set(), None
+        self._last_loose, self._given_up = None, frozenset()
+
+    def _gather_packed(self, gradients: Mapping[Tensor, Tensor]) -> list[tuple[_Pack, list[Tensor]]]:
+        """Every pack with its members' gradients; a pack that lacks one is broken up."""
+        whole: list[tuple[_Pack, list[Tensor]]] = []
+        for pack in self._packs:
+            grads = [grad for grad in map(gradients.get, pack.params) if grad is not None and _is_dense(grad)]
+            if len(grads) == len(pack.params):
+                whole.append((pack, grads))
+            else:
+                self._bring_home(pack)
+                self._packed.difference_update(map(id, pack.params))
+        if len(whole) < len(self._packs):
+            self._packs = [pack for pack, _ in whole]
+            self._last_loose = frozenset()
+        return whole
+
+    def _make_packs(self, loose: list[tuple[Tensor, Tensor]]) -> bool:
+        """Pack what is worth it among `loose`; say whether anything was packed."""
+        now = frozenset(id(param) for param, _ in loose)
+        agreed = self._last_loose in (None, now)
+        self._last_loose = now
+        if not agreed or now == self._given_up:
+            return False
+        dense = {id(param) for param, grad in loose if _is_dense(grad)}
+        made = [
+            _Pack(index, params)
+            for index, group in enumerate(self.optimizer.param_groups)
+            if not (group.get("fused") or group.get("capturable") or group.get("differentiable"))
+            for params in self._alike(param for param in group["params"] if id(param) in dense)
+        ]
+        for pack in made:
+            self._take_away(pack)
+            self._packed.update(map(id, pack.params))
+        self._packs += made
+        self._given_up = self._last_loose = now - self._packed
+        return bool(made)
+
+    def _alike(self, params: Iterable[Tensor]) -> list[list[Tensor]]:
+        """`params` in lists of two or more that one flat tensor can stand for."""
+        alike: defaultdict[Hashable, list[list[Tensor]]] = defaultdict(list)
+        for param in params:
+            likeness = _likeness(param, self.optimizer.state.get(param, {}))
+            if likeness is None:
+                continue
+            runs = alike[likeness]
+            if not runs or sum(map(Tensor.numel, runs[-1])) + param.numel() > _PACK_NUMEL:
+                runs.append([])
+            runs[-1].append(param)
+        return [run for runs in alike.values() for run in runs if len(run) > 1]
+
+    def _take_away(self, pack: _Pack) -> None:
+        """Move the members' state from the plain optimizer into the shadow."""
+        states = [self.optimizer.state.pop(param, {}) for param in pack.params]
+        if self._shadow is None:
+            self._shadow = copy.copy(self.optimizer)
+            self._shadow.state = defaultdict(dict)
+        first = states[0]
+        if first:
+            self._shadow.state[pack.flat] = {
+                key: torch.cat([state[key].reshape(-1) for state in states])
+                if isinstance(value, Tensor) and value.dim()
+                else value
+                for key, value in first.items()
+            }
+
+    def _bring_home(self, pack: _Pack) -> None:
+        """Move the members' state from the shadow back into the plain optimizer."""
+        assert self._shadow is not None, "a pack exists, so its shadow does"
+        flat_state = self._shadow.state.pop(pack.flat, {})
+        states: list[dict[str, Any]] = [{} for _ in pack.params]
+        for key, value in flat_state.items():
+            if isinstance(value, Tensor) and value.dim():
+                pieces: list[Any] = [piece.clone() for piece in pack.cut(value)]
+            else:
+                pieces = [copy.deepcopy(value) for _ in states]
+            for state, piece in zip(states, pieces, strict=True):
+                state[key] = piece
+        for param, state in zip(pack.params, states, strict=True):
+            if state:
+                self.optimizer.state[param] = state
+
+    def _step_packs(self, packed: list[tuple[_Pack, list[Tensor]]]) -> None:
+        assert self._shadow is not None, "a pack exists, so its shadow does"
+        flats: defaultdict[int, list[Tensor]] = defaultdict(list)
+        for pack, grads in packed:
+            # Parameters are read anew at every step: other optimizers and their users write to them too.
+            torch._foreach_copy_(pack.values, pack.params)
+            torch._foreach_copy_(pack.grads, grads)
+            flats[pack.group].append(pack.flat)
+        groups = self.optimizer.param_groups
+        self._shadow.param_groups = [{**groups[index], "params": flat} for index, flat in flats.items()]
+        self._shadow.step()
+        for pack, _ in packed:
+            torch._foreach_copy_(pack.params, pack.values)
+
+    def _step_loose(self, loose: list[tuple[Tensor, Tensor]]) -> None:
+        params = [param for group in self.optimizer.param_groups for param in group["params"]]
+        found = [param.grad for param in params]
+        try:
+            for param, grad in zip(params, found, strict=True):
+                if grad is not None:
+                    param.grad = None
+            for param, grad in loose:
+                param.grad = grad
+            self.optimizer.step()
+        finally:
+            for param, grad in zip(params, found, strict=True):
+                param.grad = grad
+
+
+def _is_dense(grad: Tensor) -> bool:
+    return grad.layout is torch.strided
+
+
+def _likeness(param: Tensor, state: Mapping[str, Any]) -> Hashable | None:
+    """Equal for parameters that may share a pack; None for one that cannot be packed.
+
+    A scalar of the state (a step count) is one value for the whole pack, so its value must agree. A
+    parameter without dimensions is left alone: its state could not be told from such a scalar.
+    """
+    packable = (
+        type(param) in (Tensor, torch.nn.Parameter)
+        and param.dtype in _DTYPES
+        and param.is_contiguous()
+        and 0 < param.dim()
+        and 0 < param.numel() <= _MEMBER_NUMEL
+    )
+    if not packable:
+        return None
+    scalars: list[tuple[str, Any]] = []
+    for key, value in state.items():
+        if isinstance(value, Tensor) and value.dim() == 0:
+            scalars.append((key, (value.dtype, value.item())))
+        elif isinstance(value, Tensor) and value.shape == param.shape:
+            scalars.append((key, (value.dtype, "elementwise")))
+        elif value is None or isinstance(value, (bool, int, float, str)):
+            scalars.append((key, value))
+        else:
+            return None
+    return (param.dtype, param.device, tuple(scalars))

@@ -1,0 +1,1 @@
+"""The tests of phalanx, laid out as the package is."""

@@ -1,0 +1,47 @@
+"""Interval sets against plain sets of moments."""
+
+from __future__ import annotations
+
+import itertools
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phalanx.observe.intervals import Interval, clip, difference, intersection, length, rows, union
+
+pairs = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), max_size=12)
+
+
+def moments(intervals: list[Interval]) -> set[int]:
+    return {moment for start, end in intervals for moment in range(start, end)}
+
+
+@given(pairs)
+def test_union_covers_the_same_moments_in_sorted_disjoint_pieces(given: list[Interval]) -> None:
+    merged = union(given)
+    assert moments(merged) == moments(given)
+    assert all(first[1] < second[0] for first, second in itertools.pairwise(merged))
+    assert length(merged) == len(moments(given))
+
+
+@given(pairs, pairs)
+def test_intersection_and_difference_are_those_of_sets(first: list[Interval], second: list[Interval]) -> None:
+    a, b = union(first), union(second)
+    assert moments(intersection(a, b)) == moments(a) & moments(b)
+    assert moments(difference(a, b)) == moments(a) - moments(b)
+
+
+@given(pairs, st.integers(0, 40), st.integers(0, 40))
+def test_clip_keeps_what_lies_between(given: list[Interval], start: int, end: int) -> None:
+    assert moments(clip(union(given), start, end)) == moments(given) & set(range(start, end))
+
+
+@given(pairs)
+def test_rows_never_overlap_and_are_as_few_as_the_deepest_moment(given: list[Interval]) -> None:
+    spans = [(start, end) for start, end in given if end > start]
+    assigned = rows(spans)
+    for row in set(assigned):
+        mine = [span for span, at in zip(spans, assigned, strict=True) if at == row]
+        assert length(mine) == len(moments(mine))
+    deepest = max((sum(start <= at < end for start, end in spans) for at in range(41)), default=0)
+    assert len(set(assigned)) == deepest

@@ -1,0 +1,132 @@
+"""The recorder: nothing lost, nothing written twice, and little cost."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from phalanx.errors import ConfigError
+from phalanx.observe import trace
+
+pytestmark = pytest.mark.timeout(30)
+
+
+@pytest.fixture(autouse=True)
+def tracing_off() -> Iterator[None]:
+    assert trace.recorder is None
+    yield
+    trace.stop()
+
+
+def lines(path: Path) -> list[list[object]]:
+    return [json.loads(line) for line in path.read_text().splitlines()[1:]]
+
+
+def named(path: Path, name: str) -> list[list[object]]:
+    return [event for event in lines(path) if event[1] == name]
+
+
+def test_each_kind_of_event_is_written_in_its_shape(tmp_path: Path) -> None:
+    recorder = trace.start(tmp_path, rank=3, world=8)
+    recorder.span(trace.REDUCE, 10, 20, bucket=1, bytes=64)
+    recorder.instant(trace.BUCKET_FILLED, bucket=1)
+    trace.scalar(trace.LOSS, 5, 0.25)
+    trace.fact(trace.PLAN, {"buckets": []})
+    trace.stop()
+    header = json.loads(recorder.path.read_text().splitlines()[0])
+    assert header["rank"] == 3 and header["world"] == 8 and header["pid"] == os.getpid()
+    me = threading.get_ident()
+    assert named(recorder.path, "reduce") == [["span", "reduce", 10, 20, me, {"bucket": 1, "bytes": 64}]]
+    assert named(recorder.path, "bucket_filled")[0][3:] == [me, {"bucket": 1}]
+    assert named(recorder.path, "loss")[0][3:] == [5, 0.25]
+    assert named(recorder.path, "plan")[0][3] == {"buckets": []}
+
+
+def test_events_of_many_threads_are_all_kept_in_each_threads_order(tmp_path: Path) -> None:
+    recorder = trace.start(tmp_path, rank=0)
+
+    def record(number: int) -> None:
+        for index in range(2000):
+            recorder.span("work", index, index + 1, number=number)
+
+    threads = [threading.Thread(target=record, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    trace.stop()
+    for number in range(4):
+        starts = [event[2] for event in named(recorder.path, "work") if event[5] == {"number": number}]
+        assert starts == list(range(2000))
+
+
+def test_a_killed_process_leaves_what_it_recorded_before_the_last_moment(tmp_path: Path) -> None:
+    script = (
+        "import os, signal, sys, time\n"
+        "from phalanx.observe import trace\n"
+        "trace.start(sys.argv[1], 0).instant('before')\n"
+        "time.sleep(3 * trace.FLUSH_INTERVAL_S)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", script, str(tmp_path)], timeout=25)
+    assert ended.returncode == -9
+    assert len(named(tmp_path / "trace-rank00000.jsonl", "before")) == 1
+
+
+def test_a_process_that_ends_well_writes_everything(tmp_path: Path) -> None:
+    script = (
+        "import sys\nfrom phalanx.observe import trace\n"
+        "recorder = trace.start(sys.argv[1], 0)\n"
+        "for index in range(500): recorder.instant('tick', index=index)\n"
+    )
+    subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True, timeout=25)
+    assert len(named(tmp_path / "trace-rank00000.jsonl", "tick")) == 500
+
+
+def test_a_forked_child_neither_traces_nor_writes_its_parents_events(tmp_path: Path) -> None:
+    recorder = trace.start(tmp_path, rank=0)
+    recorder.instant("once")
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if trace.recorder is None else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    trace.stop()
+    assert len(named(recorder.path, "once")) == 1
+
+
+def test_starting_twice_is_refused_and_stopping_twice_is_harmless(tmp_path: Path) -> None:
+    trace.start(tmp_path, rank=0)
+    with pytest.raises(ConfigError, match="already traces rank 0"):
+        trace.start(tmp_path, rank=1)
+    trace.stop()
+    trace.stop()
+    assert trace.recorder is None
+
+
+def test_a_span_is_recorded_when_its_body_raises(tmp_path: Path) -> None:
+    recorder = trace.start(tmp_path, rank=0)
+    with pytest.raises(KeyError), trace.span("data", source="disk"):
+        raise KeyError
+    trace.stop()
+    assert named(recorder.path, "data")[0][5] == {"source": "disk"}
+
+
+def test_while_off_the_module_functions_do_nothing() -> None:
+    trace.scalar(trace.LOSS, 0, 1.0)
+    trace.fact(trace.PLAN, {})
+    with trace.span("data"):
+        pass
+
+
+def test_memory_is_sampled_by_the_recorder_itself(tmp_path: Path) -> None:
+    recorder = trace.start(tmp_path, rank=0)
+    trace.stop()
+    samples = named(recorder.path, trace.RESIDENT_BYTES)
+    assert samples and isinstance(samples[0][4], int) and samples[0][4] > 1_000_000

@@ -1,0 +1,51 @@
+"""The public names, pinned: adding or removing one is a decision, made here as well."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+from types import ModuleType
+
+import pytest
+
+import phalanx
+
+# Sorted. A name that goes in here needs a docstring and a line in CHANGELOG.md.
+PUBLIC_NAMES: list[str] = []
+
+
+def _public_members(owner: type) -> list[str]:
+    """Methods and properties that a class of phalanx defines itself, without the inherited ones."""
+    members = {**vars(owner)}
+    return [name for name, member in members.items() if not name.startswith("_") and _is_documentable(member)]
+
+
+def _is_documentable(member: object) -> bool:
+    return inspect.isfunction(member) or isinstance(member, (property, classmethod, staticmethod))
+
+
+def _modules() -> list[ModuleType]:
+    names = [info.name for info in pkgutil.walk_packages(phalanx.__path__, "phalanx.")]
+    return [importlib.import_module(name) for name in names if not name.endswith("__main__")]
+
+
+def test_public_names_are_the_pinned_ones() -> None:
+    assert sorted(getattr(phalanx, "__all__", [])) == PUBLIC_NAMES
+
+
+@pytest.mark.parametrize("name", PUBLIC_NAMES)
+def test_public_name_is_documented(name: str) -> None:
+    public = getattr(phalanx, name)
+    assert inspect.getdoc(public), f"phalanx.{name} has no docstring"
+    if isinstance(public, type):
+        bare = [member for member in _public_members(public) if not inspect.getdoc(getattr(public, member))]
+        assert not bare, f"phalanx.{name}: members without a docstring: {bare}"
+
+
+def test_every_module_says_what_it_owns_and_lists_only_what_it_has() -> None:
+    for module in _modules():
+        source = inspect.getsource(module)
+        assert module.__doc__ or not source.strip(), f"{module.__name__} has no docstring"
+        missing = [name for name in getattr(module, "__all__", []) if not hasattr(module, name)]
+        assert not missing, f"{module.__name__}.__all__ lists {missing}, which it does not have"
