@@ -13,6 +13,9 @@ from tests.cluster.pool import stop_pool
 
 # Before anything imports torch: the machine is shared with the workers.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# For the programs that tests start: torch's store asks a name server about every peer, even on
+# loopback, and a lost answer would cost 5 s (the workers of the cluster do not ask at all).
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 hypothesis.settings.register_profile("phalanx", deadline=None, derandomize=True, database=None)
 hypothesis.settings.load_profile("phalanx")

@@ -95,7 +95,7 @@ class GradBucket:
         """The buffer that the reducer gave, whatever a hook has set since."""
         return self._origin
 
-    def restore(self) -> None:
+    def reset(self) -> None:
         """Undo `set_buffer`; the reducer does so before it lends the bucket out again."""
         self._buffer = self._origin
         self._gradients = self._origin_gradients

@@ -12,7 +12,7 @@ import torch
 from .collectives import Collectives
 from .patience import Patience
 
-_CHUNK_BYTES = 25 * 1024 * 1024
+CHUNK_BYTES = 25 * 1024 * 1024
 
 
 def _chunks(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
@@ -21,7 +21,7 @@ def _chunks(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     num_bytes = 0
     for tensor in tensors:
         size = tensor.numel() * tensor.element_size()
-        if chunk and (num_bytes + size > _CHUNK_BYTES or tensor.device != chunk[0].device):
+        if chunk and (num_bytes + size > CHUNK_BYTES or tensor.device != chunk[0].device):
             yield chunk
             chunk, num_bytes = [], 0
         chunk.append(tensor)
@@ -45,7 +45,9 @@ def _restore(tensor: torch.Tensor, data: torch.Tensor) -> None:
         values = torch.view_as_complex(aligned.view(real).view(-1, 2))
     else:
         values = aligned.view(tensor.dtype)
-    tensor.detach().copy_(values.view(tensor.shape))
+    # Through .data: an earlier forward may have saved the tensor (BatchNorm does), and its backward is to go on
+    # with the values that this writes, which are those of the rank all are to follow.
+    tensor.data.copy_(values.view(tensor.shape))
 
 
 @torch.no_grad()

@@ -5,6 +5,8 @@ Adds nothing to the transport. Must not know of gradients, buckets or steps.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 
@@ -16,9 +18,10 @@ def _real(tensor: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
-def _slice(tensor: torch.Tensor, rank: int, world: int) -> torch.Tensor:
-    size = tensor.numel() // world
-    return tensor.narrow(0, rank * size, size)
+def _started(work: Any) -> Work:
+    """c10d's functions return None on ranks outside the group, where none of ours is ever called."""
+    started: Work = work
+    return started
 
 
 class TorchCollectives(Collectives):
@@ -36,18 +39,20 @@ class TorchCollectives(Collectives):
         if scale != 1.0:
             # Scaling first keeps half-precision sums in range, whatever the number of ranks.
             tensor.mul_(scale)
-        return dist.all_reduce(_real(tensor), group=self.group, async_op=True)
+        return _started(dist.all_reduce(_real(tensor), group=self.group, async_op=True))
 
     def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, scale: float = 1.0) -> Work:
         if scale != 1.0:
             input.mul_(scale)
-        return dist.reduce_scatter_single(_real(output), _real(input), group=self.group, async_op=True)
+        return _started(
+            dist.reduce_scatter_single(_real(output), _real(input), group=self.group, async_op=True)
+        )
 
     def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Work:
-        return dist.all_gather_single(_real(output), _real(input), group=self.group, async_op=True)
+        return _started(dist.all_gather_single(_real(output), _real(input), group=self.group, async_op=True))
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> Work:
-        return dist.broadcast(_real(tensor), group=self.group, group_src=source, async_op=True)
+        return _started(dist.broadcast(_real(tensor), group=self.group, group_src=source, async_op=True))
 
 
 def collectives_for(group: dist.ProcessGroup) -> Collectives:

@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from ..comm.bucket import GradBucket
 from ..comm.collectives import Collectives, Work
-from ..plan import Bucket, ParamSpec
+from ..plan import Bucket, ParamSpec, Slot
 from .tail import Tail
 
 # From this size on, a fused copy-and-scale of its own beats an extra pass over memory.
@@ -62,7 +62,8 @@ class LiveBucket:
             if self.tail_rides
             else torch.zeros(tail.numel, dtype=torch.float32, device=device)
         )
-        self.views = [] if bucket.sparse else [_view(self.body, slot, specs[slot.param]) for slot in self.slots]
+        dense = () if bucket.sparse else self.slots
+        self.views = [_view(self.body, slot, specs[slot.param]) for slot in dense]
         item = bucket.dtype.itemsize
         self._large = [i for i, slot in enumerate(self.slots) if slot.numel * item >= _LARGE_BYTES]
         large = set(self._large)
@@ -91,21 +92,30 @@ class LiveBucket:
 
     # -- in ------------------------------------------------------------------------------------
 
-    def pack(self, scale: float, as_views: bool) -> None:
-        """Bring every local gradient, times `scale`, into the body. All parameters have one."""
-        grads = [param.grad for param in self.params]
-        if as_views:
-            self._adopt(grads)
-            if scale != 1.0:
-                self.body.mul_(scale)
-            return
+    def pack(self, scale: float, as_views: bool) -> bool:
+        """Bring every local gradient, times `scale`, into the body; false if a parameter has none after all."""
+        # Every parameter is ready here. Nearly always that means it has a gradient; autograd can also call
+        # one ready with an undefined gradient, which is looked for only once something goes wrong.
+        grads = cast("list[torch.Tensor]", [param.grad for param in self.params])
         try:
-            self._copy_in(grads, scale)
-        except (RuntimeError, NotImplementedError):
+            if as_views:
+                self._adopt(grads)
+            else:
+                self._copy_in(grads, scale)
+        except (AttributeError, TypeError, RuntimeError, NotImplementedError):
+            if any(grad is None for grad in grads):
+                return False
             # A sparse gradient where the plan expects a dense one: rare, and right this way too.
-            if not any(grad is not None and grad.layout != torch.strided for grad in grads):
+            if not any(grad.layout != torch.strided for grad in grads):
                 raise
             self._copy_in([self._densify(i) for i in range(len(grads))], scale)
+        if as_views and scale != 1.0:
+            self.body.mul_(scale)
+        return True
+
+    def with_gradient(self, used: Sequence[int] | None) -> list[int]:
+        """`used` (None for all) without the parameters that have no gradient."""
+        return [int(param.grad is not None and (used is None or used[i])) for i, param in enumerate(self.params)]
 
     def pack_some(self, scale: float, as_views: bool, used: Sequence[int]) -> None:
         """As `pack`, where parameters may lack a gradient: they contribute what they hold, or zero.
@@ -135,7 +145,7 @@ class LiveBucket:
             grad = self.params[i].grad = grad.to_dense()
         return grad
 
-    def _copy_in(self, grads: Sequence[torch.Tensor | None], scale: float) -> None:
+    def _copy_in(self, grads: list[torch.Tensor], scale: float) -> None:
         if scale == 1.0:
             torch._foreach_copy_(self.views, grads)
         elif not self._large:
@@ -143,12 +153,12 @@ class LiveBucket:
             self.body.mul_(scale)
         else:
             for i in self._large:
-                torch.mul(grads[i], scale, out=self.views[i])  # type: ignore[call-overload]
+                torch.mul(grads[i], scale, out=self.views[i])
             if self._small:
                 torch._foreach_copy_(self._small_views, [grads[i] for i in self._small])
                 torch._foreach_mul_(self._small_views, scale)
 
-    def _adopt(self, grads: Sequence[torch.Tensor | None]) -> None:
+    def _adopt(self, grads: list[torch.Tensor]) -> None:
         """Make each gradient the view itself; those that already are cost nothing."""
         strangers = [i for i, grad in enumerate(grads) if grad is not self.views[i]]
         if not strangers:
@@ -169,7 +179,7 @@ class LiveBucket:
                 if param.grad is not view:
                     param.grad = view
             return
-        torch._foreach_copy_([param.grad for param in self.params], self.views)
+        torch._foreach_copy_(cast("list[torch.Tensor]", [param.grad for param in self.params]), self.views)
 
     def unpack_some(self, as_views: bool, wanted: Sequence[int]) -> None:
         """As `unpack`, leaving alone the parameters that no rank used and making gradients where missing."""
@@ -185,15 +195,14 @@ class LiveBucket:
                 param.grad.detach().copy_(view)
 
 
-def _view(body: torch.Tensor, slot: Any, spec: ParamSpec) -> torch.Tensor:
+def _view(body: torch.Tensor, slot: Slot, spec: ParamSpec) -> torch.Tensor:
     return body.as_strided(spec.shape, spec.stride, body.storage_offset() + slot.offset)
 
 
-def _same(grad: torch.Tensor | None, view: torch.Tensor) -> bool:
+def _same(grad: torch.Tensor, view: torch.Tensor) -> bool:
     """Whether both name the same memory in the same layout (autograd may hand out a new tensor object)."""
     return (
-        grad is not None
-        and grad.layout == torch.strided
+        grad.layout == torch.strided
         and grad.data_ptr() == view.data_ptr()
         and grad.stride() == view.stride()
         and grad.numel() > 0

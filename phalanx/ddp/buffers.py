@@ -65,4 +65,4 @@ class BufferSync:
             return
         futures = self.hook.hook(self.hook.state, named)
         if futures is not None:
-            torch.futures.wait_all(futures if isinstance(futures, (list, tuple)) else [futures])
+            torch.futures.wait_all(list(futures) if isinstance(futures, (list, tuple)) else [futures])

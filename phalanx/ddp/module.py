@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,16 +18,17 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..comm.hooks.contract import check_hook
+from ..comm.hooks import adopt_hook, check_hook
 from ..comm.patience import Patience
 from ..comm.replicate import replicate
 from ..comm.torch_backend import collectives_for
-from ..errors import CommunicationError, ReductionError
+from ..errors import CommunicationError, PhalanxError, ReductionError
 from ..observe import trace
-from ..optim.in_backward import in_backward_optimizers
+from ..optim.in_backward import InBackward, in_backward_optimizers
 from ..plan import BucketPlan, build_plan, specs_of
 from . import arguments
 from .agreement import verify_same
+from .bucket import LiveBucket
 from .buffers import BufferHookLocation, BufferSync
 from .delayed import DelayedReduction
 from .join import ShadowTraining, announce_reduction, common_rank
@@ -36,7 +38,18 @@ from .reduction import HookReduction
 from .statistics import Statistics, summarise
 from .structure import map_tensors, watch
 from .tail import check_weight
+from .torch_in_backward import TorchInBackward, torch_in_backward
 from .torch_names import TorchNames
+
+# Made anew by `_assemble`, so not saved with the wrapper.
+_TRANSIENT = frozenset(
+    "process_group device_mesh collectives patience buffer_sync _reducer _low _frozen _first_plan _hook "
+    "_in_backward_adopted _delayed".split()
+)
+
+
+def _step_bucket(optimizer: InBackward | TorchInBackward, bucket: LiveBucket) -> None:
+    optimizer.gradients_ready(bucket.params)
 
 
 class DistributedDataParallel(TorchNames, torch.nn.Module, Joinable):
@@ -256,9 +269,10 @@ class DistributedDataParallel(TorchNames, torch.nn.Module, Joinable):
 
     def _adopt_in_backward_optimizers(self) -> None:
         self._in_backward_adopted = True
-        for optimizer in in_backward_optimizers(self.reducer.params):
+        params = self.reducer.params
+        for optimizer in (*in_backward_optimizers(params), *torch_in_backward(params)):
             optimizer.hand_over()
-            self.reducer.on_bucket_reduced.append(lambda bucket, o=optimizer: o.gradients_ready(bucket.params))
+            self.reducer.on_bucket_reduced.append(partial(_step_bucket, optimizer))
             self.reducer.on_reduced.append(optimizer.backward_ended)
 
     # -- buffers -------------------------------------------------------------------------------
@@ -298,14 +312,17 @@ class DistributedDataParallel(TorchNames, torch.nn.Module, Joinable):
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Let `hook(state, bucket)` reduce each bucket; once per wrapper, before training."""
-        check_hook(hook)
+        try:
+            check_hook(hook)
+        except PhalanxError as error:
+            self._log_and_throw(type(error), str(error))
         if self._hook is not None:
             raise ReductionError(
                 "register_comm_hook or register_builtin_comm_hook can only be called once: "
                 f"{arguments.name_of(self._hook[1])} is registered already. Wrap the model again for another hook."
             )
         self._hook = (state, hook)
-        self.reducer.use(HookReduction(self.collectives, self.patience, state, hook))
+        self.reducer.use(HookReduction(self.collectives, self.patience, state, adopt_hook(hook)))
 
     def update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
         """Go on over another group: shrunk, grown or renewed. Every rank of the new group takes part.
@@ -380,12 +397,10 @@ class DistributedDataParallel(TorchNames, torch.nn.Module, Joinable):
             )
         if self._delayed is not None:
             raise CommunicationError("a wrapper with delayed parameters cannot be pickled. Save state_dict() instead.")
-        transient = ("process_group", "device_mesh", "collectives", "patience", "buffer_sync")
-        transient += ("_reducer", "_low", "_frozen", "_first_plan", "_hook", "_in_backward_adopted", "_delayed")
-        return {name: value for name, value in self.__dict__.items() if name not in transient}
+        return {name: value for name, value in self.__dict__.items() if name not in _TRANSIENT}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        torch.nn.Module.__setstate__(self, state)
         self.process_group = arguments.choose_group(None, None)
         self.device_mesh = None
         self._assemble(None)

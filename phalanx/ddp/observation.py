@@ -46,10 +46,10 @@ def trigger_of(bucket: Bucket, fires: Sequence[int]) -> Trigger | None:
     return None if last is None else Trigger(last, sum(param == last for param in fires))
 
 
-def check_static(bucket: LiveBucket, used: Sequence[int], rank: int, step: int) -> None:
+def check_static(bucket: LiveBucket, used: Sequence[int] | None, rank: int, step: int) -> None:
     """Refuse a graph that is not the one promised: a parameter used before has no gradient now."""
     for i, param in enumerate(bucket.params):
-        if used[i] and param.grad is None:
+        if param.grad is None and (used is None or used[i]):
             raise ReductionError(
                 f"rank {rank}: step {step}: Your training graph has changed in this iteration: parameter "
                 f"'{bucket.names[i]}' got a gradient in the first step and none now, but static_graph=True "

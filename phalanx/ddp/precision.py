@@ -7,8 +7,8 @@
     backward                    low            low, as autograd makes it (added to a full one if there is one)
     end of backward, on         full           full
 
-Checkpoints, optimizers and users therefore never see a low-precision parameter. The copies made by a
-forward are kept until its backward has ended, because autograd saved the parameters themselves.
+Buffers go the same way. Checkpoints, optimizers and users therefore never see a low-precision tensor. The
+copies made by a forward are kept until its backward has ended: autograd saved the tensors themselves.
 """
 
 from __future__ import annotations
@@ -68,36 +68,36 @@ class LowPrecision:
 
         return map_tensors(args, cast), map_tensors(kwargs, cast)
 
-    def _enter(self) -> None:
-        self._full = [param.data for param in self._params]
-        for param, low in zip(self._params, self._low, strict=True):
-            param.data = low
+    def _make_low(self) -> list[torch.Tensor]:
+        wanted = [(param, self.config.param_dtype) for param in self._params]
+        wanted += [(buffer, self.config.buffer_dtype) for buffer in self._buffers]
+        return [tensor.data if dtype is None else tensor.data.to(dtype) for tensor, dtype in wanted]
 
+    def _enter(self) -> None:
+        tensors = [*self._params, *self._buffers]
+        self._full = [tensor.data for tensor in tensors]
+        for tensor, low in zip(tensors, self._low, strict=True):
+            tensor.data = low
+
+    @torch.no_grad()
     def _leave(self) -> None:
-        for param, full in zip(self._params, self._full, strict=True):
+        for param, full in zip(self._params, self._full, strict=False):
             param.data = full
+        for buffer, full in zip(self._buffers, self._full[len(self._params) :], strict=True):
+            if buffer.dtype != full.dtype:
+                full.copy_(buffer)  # what the module did to its buffer is kept
+            buffer.data = full
         self._full = []
 
     @contextmanager
     def forward(self) -> Iterator[None]:
         """Parameters and buffers are low inside; buffers changed inside keep their change."""
-        dtype = self.config.param_dtype
-        with torch.no_grad():
-            self._low = [param.data if dtype is None else param.data.to(dtype) for param in self._params]
-            full_buffers = [buffer.data for buffer in self._buffers]
-            if self.config.buffer_dtype is not None:
-                for buffer in self._buffers:
-                    buffer.data = buffer.data.to(self.config.buffer_dtype)
+        self._low = self._make_low()
         self._enter()
         try:
             yield
         finally:
             self._leave()
-            with torch.no_grad():
-                for buffer, full in zip(self._buffers, full_buffers, strict=True):
-                    if buffer.data is not full:
-                        full.copy_(buffer.data)
-                        buffer.data = full
             if not torch.is_grad_enabled():
                 self._low = []
 

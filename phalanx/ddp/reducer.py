@@ -22,14 +22,16 @@ from torch.utils.hooks import RemovableHandle
 
 from ..comm.collectives import Collectives
 from ..comm.patience import Patience
-from ..errors import MismatchError, PhalanxError, ReductionError
+from ..errors import PhalanxError, ReductionError
 from ..plan import BucketPlan, build_plan, replan
+from .arrivals import Arrivals
 from .bucket import LiveBucket, Stage
 from .observation import agree_on_order, check_static, trigger_of
 from .reduction import AllReduce, Reduction
 from .sparse import pack_sparse, unpack_sparse
 from .tail import Reading, Tail, exact_ranks
 from .timeline import Timeline
+from .verdicts import changed_graph, nothing_left, out_of_step, too_late, unused_everywhere
 
 # The id of the running backward pass, -1 outside. Private, but the only way to tell a nested backward
 # (reentrant checkpointing) from its parent; tests/ddp/test_torch_internals.py notices if it moves.
@@ -64,10 +66,10 @@ class Reducer:
     ) -> None:
         self.options = options
         self.params = list(params)
+        self._every_param = self.params  # also those that are left out once known to be unused
         self.weight: float | None = None  # this rank's share in the mean; None is 1 like everyone's
         self.step = 0
         self.num_rebuilds = 0
-        self.looks_static = True
         self.ready_order: list[int] = []
         self.unused_names: list[str] = []
         self.timeline = Timeline()
@@ -75,12 +77,11 @@ class Reducer:
         self.on_flushed: list[Callable[[], None]] = []
         self.on_reduced: list[Callable[[], None]] = []
         self._handles: list[RemovableHandle] = []
-        self._observing = True
         self._warned = False
         self.collectives = collectives
         self.patience = patience
         self.reduction: Reduction = AllReduce(collectives, self.patience)
-        self._often = bytearray(len(self.params))
+        self.arrivals = Arrivals(len(self.params))
         self._adopt(plan)
 
     # -- setting up ----------------------------------------------------------------------------
@@ -94,12 +95,6 @@ class Reducer:
         for bucket in self.buckets:
             for slot in bucket.slots:
                 self._bucket_of[slot.param] = bucket
-        self._fired = bytearray(count)  # got a gradient in this pass
-        self._carried = bytearray(count)  # got one in an earlier pass that was not reduced
-        self._first_fired: bytes | None = None
-        self._static_used: bytes | None = None
-        self._late: set[int] = set()
-        self._fires: list[int] = []  # every gradient of the observed pass, in order
         self._unused: list[int] = []
         self._next = 0
         self._phase = Phase.IDLE
@@ -152,7 +147,8 @@ class Reducer:
         self.patience = patience
         self.reduction.collectives, self.reduction.patience = self.collectives, self.patience
         self.step = 0
-        self._observing = True
+        self.params = self._every_param
+        self.arrivals = Arrivals(len(self.params))
         self._adopt(plan)
 
     # -- during backward -----------------------------------------------------------------------
@@ -167,19 +163,20 @@ class Reducer:
             reducer = reference()
             if reducer is None:
                 return
+            arrivals = reducer.arrivals
             if reducer._phase is Phase.IDLE:
                 if not reducer._armed:
-                    reducer._carried[index] = 1
+                    arrivals.carried[index] = 1
                     return
                 reducer.begin()
-            if reducer._observing:
-                reducer._fires.append(index)
+            if arrivals.observing:
+                arrivals.sequence.append(index)
             bucket = reducer._bucket_of[index]
-            if reducer._fired[index]:
-                reducer._fired_again(index, bucket)
+            if arrivals.fired[index]:
+                arrivals.again(index, bucket)
                 return
-            reducer._fired[index] = 1
-            if reducer._often[index] or _current_backward() != reducer._task:
+            arrivals.fired[index] = 1
+            if arrivals.often[index] or _current_backward() != reducer._task:
                 # A nested backward may bring this parameter more gradient later in the same pass.
                 bucket.held = True
             bucket.pending -= 1
@@ -207,12 +204,6 @@ class Reducer:
 
         return on_last_gradient
 
-    def _fired_again(self, index: int, bucket: LiveBucket) -> None:
-        """More gradient for the same parameter in one backward pass: only nested passes do this."""
-        self._often[index] = 1
-        if bucket.stage is not Stage.FILLING:
-            self._late.add(bucket.index)
-
     def arm(self, reduce: bool) -> None:
         """A forward has run. If its backward meets a parameter before an output, it is reduced or not."""
         self._armed = reduce
@@ -238,7 +229,7 @@ class Reducer:
 
     def _filled(self, bucket: LiveBucket) -> None:
         self.timeline.filled(bucket.index)
-        if not self._observing:
+        if not self.arrivals.observing:
             self._launch_ready()
 
     def _launch_ready(self) -> None:
@@ -269,31 +260,21 @@ class Reducer:
 
     def _pack(self, bucket: LiveBucket) -> None:
         scale = 1.0 if self.weight is None else self.weight
-        used = self._usage(bucket)
+        used = self.arrivals.usage(bucket)
+        if self.arrivals.static_used is not None:
+            check_static(bucket, used, self.collectives.rank, self.step)
         if bucket.sparse:
             pack_sparse(bucket, scale / self.collectives.world)
-        elif used is None:
-            bucket.pack(scale * self.reduction.pack_scale, self.options.as_views)
-        else:
+        elif used is not None or not bucket.pack(scale * self.reduction.pack_scale, self.options.as_views):
+            used = bucket.with_gradient(used)
             bucket.pack_some(scale * self.reduction.pack_scale, self.options.as_views, used)
         bucket.tail.write(bucket.tail_data, self.step)
         if used is not None:
             bucket.tail.write_usage(bucket.tail_data, used)
         if self.weight is not None:
             bucket.tail.write_weight(bucket.tail_data, self.weight)
-        if self._late and bucket is self.buckets[-1]:
-            bucket.tail.write_late(bucket.tail_data, self._late)
-
-    def _usage(self, bucket: LiveBucket) -> list[int] | None:
-        """Which parameters this rank used since the last reduction; None when it used all."""
-        if self._static_used is not None:
-            used = [self._static_used[slot.param] for slot in bucket.slots]
-            check_static(bucket, used, self.collectives.rank, self.step)
-        elif not bucket.pending:
-            return None
-        else:
-            used = [self._fired[slot.param] | self._carried[slot.param] for slot in bucket.slots]
-        return None if all(used) else used
+        if self.arrivals.late and bucket.is_last:
+            bucket.tail.write_late(bucket.tail_data, self.arrivals.late)
 
     # -- end of backward -----------------------------------------------------------------------
 
@@ -312,12 +293,11 @@ class Reducer:
             raise
         finally:
             self.timeline.end()
-            observed = bytes(a | b for a, b in zip(self._fired, self._carried, strict=True)) if self._observing else b""
             self._close_pass()
         self.step += 1
         self._report_unused()
-        if self._observing:
-            self._settle(observed)
+        if self.arrivals.observing:
+            self._settle()
         for callback in self.on_reduced:
             callback()
 
@@ -361,22 +341,11 @@ class Reducer:
         return bucket.tail.read(bucket.tail_data, self.step)
 
     def _check_reading(self, bucket: LiveBucket, reading: Reading) -> None:
-        me = f"rank {self.collectives.rank}: step {self.step}, bucket {bucket.index}"
+        where = f"rank {self.collectives.rank}: step {self.step}, bucket {bucket.index}"
         if not reading.in_step:
-            mine = f"step {self.step} of plan {self.plan.hash[:12]}"
-            said = self.patience.board.exchange(f"position/{self.step}/{bucket.index}", mine, wait_s=2.0)
-            table = "; ".join(f"rank {rank}: {words}" for rank, words in sorted(said.items()))
-            raise MismatchError(
-                f"{me}: the ranks are not at the same step of the same plan ({table}). Run forward and backward "
-                "equally often on every rank, or use join() for uneven inputs."
-            )
+            raise out_of_step(where, self.step, self.plan.hash, self.patience.board, bucket.index)
         if self.options.as_views and reading.late_buckets:
-            names = ", ".join(f"bucket {i} (first parameter '{self.buckets[i].names[0]}')" for i in reading.late_buckets)
-            raise ReductionError(
-                f"{me}: a nested backward brought more gradient to {names} after it had been sent, and with "
-                "gradient_as_bucket_view=True the local gradient is gone. Use gradient_as_bucket_view=False, or "
-                "checkpoint(..., use_reentrant=False)."
-            )
+            raise too_late(where, [self.buckets[index] for index in reading.late_buckets])
 
     @torch.no_grad()
     def _give_out(self, bucket: LiveBucket, reading: Reading | None) -> None:
@@ -398,14 +367,8 @@ class Reducer:
             callback(bucket)
 
     def _close_pass(self) -> None:
-        if self._first_fired is None:
-            self._first_fired = bytes(self._fired)
-        elif self.looks_static and self._static_used is None:
-            self.looks_static = self._first_fired == self._fired
         self._phase = Phase.IDLE
-        self._fired[:] = bytes(len(self._fired))
-        self._carried[:] = bytes(len(self._carried))
-        self._late.clear()
+        self.arrivals.close()
         for bucket in self.buckets:
             bucket.rearm()
 
@@ -414,64 +377,74 @@ class Reducer:
         if not self._unused or self._warned or self.options.on_unused == "ignore":
             return
         self._warned = True
-        text = (
-            f"rank {self.collectives.rank}: step {self.step - 1}: no rank used {len(self._unused)} of {len(self.params)} "
-            f"parameters; their .grad is left as it was: {_listed(self.unused_names)}. If that is intended, pass "
-            "find_unused_parameters=True or freeze them with requires_grad_(False)."
-        )
+        where = f"rank {self.collectives.rank}: step {self.step - 1}"
+        text = unused_everywhere(where, self.unused_names, len(self.params))
         if self.options.on_unused == "raise":
             raise ReductionError(text)
         warnings.warn(text, stacklevel=2)
 
     # -- after the first reduced backward ------------------------------------------------------
 
-    def _settle(self, used: bytes) -> None:
+    def _settle(self) -> None:
         """Replace the plan by one in the observed order. Every rank is here at the same step."""
-        self._observing = False
-        fires = self._fires
-        self.ready_order = list(dict.fromkeys(fires))
+        arrivals = self.arrivals
+        arrivals.observing = False
+        self.ready_order = list(dict.fromkeys(arrivals.sequence))
         ready = agree_on_order(self.ready_order, len(self.params), self.collectives, self.patience)
-        dropped = set(self._unused) if self.options.drop_unused else set()
+        plan = replan(self.plan, ready)
+        dropped = self._named(self._unused) if self.options.drop_unused else []
         if dropped:
-            plan, renumber = self._drop(dropped, ready)
-            fires = [renumber[index] for index in fires]
-            used = bytes(flag for index, flag in enumerate(used) if index not in dropped)
-        else:
-            plan = replan(self.plan, ready)
+            plan = self._drop(set(self._unused), plan)
         if plan.hash != self.plan.hash:
             self.num_rebuilds += 1
             self._adopt(plan)
         if self.options.static_graph:
-            self._fix(fires, used)
+            self._fix(self.arrivals.sequence, self.arrivals.first_used)
+        self._refuse(dropped, "skip_all_reduce_unused_params=True")
 
-    def _drop(self, dropped: set[int], ready: Iterable[int]) -> tuple[BucketPlan, dict[int, int]]:
+    def _drop(self, dropped: set[int], plan: BucketPlan) -> BucketPlan:
         """Leave parameters that no rank uses out of the plan; one that is used after all is an error."""
         kept = [index for index in range(len(self.params)) if index not in dropped]
         if not kept:
-            raise ReductionError(
-                f"rank {self.collectives.rank}: no parameter got a gradient in the first step, so with "
-                "skip_all_reduce_unused_params=True nothing is left to reduce. Remove the flag."
-            )
-        renumber = {old: new for new, old in enumerate(kept)}
-        specs = [self.plan.specs[index] for index in kept]
-        order = [renumber[index] for index in replan(self.plan, list(ready)).order if index in renumber]
-        names = [self.plan.specs[index].name for index in dropped]
-        for index, name in zip(sorted(dropped), names, strict=True):
-            self.params[index].register_post_accumulate_grad_hook(_refuse(name, self.collectives.rank))
+            raise nothing_left(f"rank {self.collectives.rank}")
         self.params = [self.params[index] for index in kept]
-        self._often = bytearray(self._often[index] for index in kept)
-        return build_plan(specs, self.plan.caps, order), renumber
+        self.arrivals = self.arrivals.keep(kept)
+        renumber = {old: new for new, old in enumerate(kept)}
+        order = [renumber[index] for index in plan.order if index in renumber]
+        return build_plan([plan.specs[index] for index in kept], plan.caps, order)
 
     def _fix(self, fires: Sequence[int], used: bytes) -> None:
         """The graph is static: one hook a bucket is enough, on the gradient that comes last."""
-        self._static_used = used
+        self.arrivals.static_used = used
         self.detach()
+        if any(used):  # else this rank had no input in the first step, and promised nothing by it
+            self._refuse(self._named(index for index, flag in enumerate(used) if not flag), "static_graph=True")
         for planned, bucket in zip(self.plan.buckets, self.buckets, strict=True):
             trigger = trigger_of(planned, fires)
             bucket.expected = bucket.pending = 0 if trigger is None else trigger.num_fires
             if trigger is not None:
                 hook = self._static_hook(bucket.index)
                 self._handles.append(self.params[trigger.param].register_post_accumulate_grad_hook(hook))
+
+    def _named(self, indices: Iterable[int]) -> list[tuple[str, torch.nn.Parameter]]:
+        return [(self.plan.specs[index].name, self.params[index]) for index in indices]
+
+    def _refuse(self, named: Iterable[tuple[str, torch.nn.Parameter]], promise: str) -> None:
+        """From now on, a gradient for one of these parameters is an error: nobody would reduce it."""
+        reference = weakref.ref(self)
+
+        def refusal(name: str) -> Callable[[torch.Tensor], None]:
+            def on_gradient(_param: torch.Tensor) -> None:
+                reducer = reference()
+                if reducer is not None:
+                    error = changed_graph(f"rank {reducer.collectives.rank}: step {reducer.step}", name, promise)
+                    reducer.patience.board.post_failure(f"{type(error).__name__}: {error}")
+                    raise error
+
+            return on_gradient
+
+        for name, param in named:
+            self._handles.append(param.register_post_accumulate_grad_hook(refusal(name)))
 
     # -- for a rank that has run out of inputs -------------------------------------------------
 
@@ -508,20 +481,6 @@ class Reducer:
         self.timeline.end()
         self._close_pass()
         self.step += 1
-        if self._observing:
-            self._settle(bytes(len(self.params)))
+        if self.arrivals.observing:
+            self._settle()
 
-
-def _listed(names: Sequence[str], most: int = 10) -> str:
-    quoted = ", ".join(f"'{name}'" for name in names[:most])
-    return quoted if len(names) <= most else f"{quoted} and {len(names) - most} more"
-
-
-def _refuse(name: str, rank: int) -> Callable[[torch.Tensor], None]:
-    def refuse(_param: torch.Tensor) -> None:
-        raise ReductionError(
-            f"rank {rank}: parameter '{name}' got a gradient, but no rank used it in the first step and "
-            "skip_all_reduce_unused_params=True promises that this never changes. Remove the flag."
-        )
-
-    return refuse

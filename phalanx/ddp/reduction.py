@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from ..comm.bucket import GradBucket
 from ..comm.collectives import Collectives
-from ..comm.hooks.contract import hook_future, hook_result
+from ..comm.hooks import hook_future, hook_result, launch_pending
 from ..comm.patience import Patience
 from .bucket import LiveBucket
 
@@ -117,6 +117,8 @@ class HookReduction(Reduction):
         bucket.future = hook_future(self.hook(self.state, seen), seen)
 
     def finish(self, bucket: LiveBucket, where: str) -> None:
+        assert bucket.future is not None and bucket.grad_bucket is not None, "launched before waited for"
+        launch_pending(bucket.future)
         value = self.patience.wait_future(bucket.future, f"{where}, hook {self.name}")
         result = hook_result(value, bucket.grad_bucket)
         if result.data_ptr() != bucket.body.data_ptr():

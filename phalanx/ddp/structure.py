@@ -45,7 +45,7 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> A
     if isinstance(value, (list, tuple)):
         return type(value)(map_tensors(item, change) for item in value)
     if isinstance(value, dict):
-        changed = copy.copy(value)
+        changed: Any = copy.copy(value)
         for key, item in value.items():
             changed[key] = map_tensors(item, change)
         return changed

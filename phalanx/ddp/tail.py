@@ -77,9 +77,9 @@ class Tail:
 
     def _templates(self, like: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         if like.dtype not in self._written:
-            kind = {"dtype": like.dtype, "device": like.device}
-            self._written[like.dtype] = [values.to(**kind) for values in self._healthy]
-            self._expected[like.dtype] = [(values * self.world * self._scale).to(**kind) for values in self._healthy]
+            summed = [values * self.world * self._scale for values in self._healthy]
+            self._written[like.dtype] = [values.to(like.device, like.dtype) for values in self._healthy]
+            self._expected[like.dtype] = [values.to(like.device, like.dtype) for values in summed]
         return self._written[like.dtype], self._expected[like.dtype]
 
     def write(self, out: torch.Tensor, step: int) -> None:

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, cast
 
 import torch
 import torch.distributed as dist
 
 from ..comm.hooks import allreduce_hook, fp16_compress_hook
+from ..comm.replicate import CHUNK_BYTES, replicate
 from ..errors import ConfigError, ReductionError
 from .buffers import BufferHook, BufferHookLocation
 
@@ -59,6 +60,24 @@ class TorchNames:
         return self._ddp.buffer_sync.named()
 
     @property
+    def broadcast_bucket_size(self) -> int:
+        """How many bytes travel at once when the model is replicated."""
+        return CHUNK_BYTES
+
+    def _default_broadcast_coalesced(
+        self, bufs: Sequence[torch.Tensor] | None = None, bucket_size: int | None = None, authoritative_rank: int = 0
+    ) -> None:
+        """For buffer hooks that want what happens without one: buffers from one rank to all."""
+        tensors = self.modules_buffers if bufs is None else list(bufs)
+        self._distributed_broadcast_coalesced(tensors, bucket_size or CHUNK_BYTES, authoritative_rank)
+
+    def _distributed_broadcast_coalesced(
+        self, tensors: Sequence[torch.Tensor], buffer_size: int, authoritative_rank: int = 0
+    ) -> None:
+        ddp = self._ddp
+        replicate(tensors, ddp.collectives, ddp.patience, authoritative_rank, "synchronising buffers")
+
+    @property
     def _module_parameters(self) -> list[torch.nn.Parameter]:
         ddp = self._ddp
         return [p for n, p in ddp.module.named_parameters() if n not in ddp.parameters_to_ignore]
@@ -84,6 +103,7 @@ class TorchNames:
             dist.BuiltinCommHookType.FP16_COMPRESS: fp16_compress_hook,
         }
         self._ddp.register_comm_hook(self._ddp.process_group, hooks[comm_hook_type])
+        self._ddp.reducer.reduction.name = str(comm_hook_type)
 
     def _register_buffer_comm_hook(
         self, state: Any, hook: Callable[..., Any], comm_hook_location: Any = BufferHookLocation.POST_FORWARD
@@ -148,13 +168,16 @@ class TorchNames:
             "find_unused_parameters": int(ddp.find_unused_parameters),
             "gradient_as_bucket_view": int(ddp.gradient_as_bucket_view),
             "static_graph": int(ddp.static_graph),
-            "can_set_static_graph": int(reducer.looks_static),
+            "can_set_static_graph": int(reducer.arrivals.looks_static),
             "backend_name": dist.get_backend(ddp.process_group),
-            "iteration": reducer.step,
+            # As in torch, the step that the times below belong to.
+            "iteration": 0 if timeline.latest is None else timeline.latest.step,
             "dtypes": ", ".join(dtypes),
             "total_parameter_size_bytes": sum(spec.num_bytes for spec in plan.specs),
             "num_parameter_tensors": len(plan.specs),
             "bucket_sizes": sizes,
+            "num_buckets_reduced": len(plan.buckets),
+            "has_sync_bn": any(isinstance(m, torch.nn.SyncBatchNorm) for m in ddp.module.modules()),
             "unused_parameter_size": sum(
                 spec.num_bytes for spec in plan.specs if spec.name in set(reducer.unused_names)
             ),
@@ -180,6 +203,10 @@ class TorchNames:
             data["gloo_num_threads"] = 2
         if (latest := timeline.latest) is not None:
             data |= {
+                "forward_compute_time": latest.forward_end_ns - latest.forward_start_ns,
+                "backward_compute_time": latest.backward_end_ns - latest.backward_start_ns,
+                "backward_comm_time": latest.communication_ns,
+                "backward_compute_comm_overlap_time": latest.hidden_ns,
                 "forward_compute_time_start": latest.forward_start_ns,
                 "backward_compute_time_start": latest.backward_start_ns,
                 "backward_compute_time_end": latest.backward_end_ns,

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from torch import distributed as dist
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from phalanx.errors import CollectiveTimeout, PeerFailure
 from phalanx.launch.logs import STACKS_FILE
@@ -95,6 +96,7 @@ def _trace_from_the_start() -> None:
     if not directory:
         return
     recorder = trace.start(directory, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+    _trace_optimizers(recorder)
     show = warnings.showwarning
 
     def record_and_show(message: Any, category: type[Warning], *where: Any, **options: Any) -> None:
@@ -102,6 +104,22 @@ def _trace_from_the_start() -> None:
         show(message, category, *where, **options)
 
     warnings.showwarning = record_and_show
+
+
+def _trace_optimizers(recorder: trace.Recorder) -> None:
+    """A span for every optimizer step of the script, whatever the optimizer."""
+    started: dict[int, int] = {}
+
+    def before(optimizer: Any, *arguments: Any) -> None:
+        started[id(optimizer)] = trace.now_ns()
+
+    def after(optimizer: Any, *arguments: Any) -> None:
+        start = started.pop(id(optimizer), None)
+        if start is not None:
+            recorder.span(trace.OPTIMIZER, start, trace.now_ns())
+
+    register_optimizer_step_pre_hook(before)
+    register_optimizer_step_post_hook(after)
 
 
 def _record_failure(error: BaseException) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import weakref
 from datetime import timedelta
 from types import TracebackType
 
@@ -33,6 +34,12 @@ class Worker:
         self.launcher = environment.launcher
         self.device = device
         self.backend = backend
+        # Weak: a group that the script destroys must be able to go.
+        self._group = weakref.ref(dist.group.WORLD)
+
+    def is_of(self, group: dist.ProcessGroup | None) -> bool:
+        """Whether `group` is the one this worker joined."""
+        return group is not None and self._group() is group
 
     @property
     def is_first(self) -> bool:
@@ -73,7 +80,7 @@ def init(
     environment or an argument that cannot be honoured.
     """
     global _worker
-    if _worker is not None and dist.is_initialized():
+    if _worker is not None and dist.is_initialized() and _worker.is_of(dist.group.WORLD):
         return _same_again(_worker, backend, device)
     environment = detect(os.environ, os.getppid())
     place = _choose_device(environment, device)
@@ -101,7 +108,7 @@ def leave() -> None:
 def _join(environment: Environment, backend: str, timeout_s: float | None) -> None:
     timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
     if environment.host is None:
-        store = dist.HashStore()  # type: ignore[attr-defined]  # documented, missing from __all__
+        store = dist.HashStore()
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
     else:
         os.environ.setdefault("MASTER_ADDR", environment.host)

@@ -20,11 +20,9 @@ def export(run: Run, directory: str | Path) -> int:
     count = 0
     for rank in run.ranks:
         wall_ns = rank.header["wall_ns"]
-        with SummaryWriter(str(Path(directory) / f"rank-{rank.rank:05d}")) as writer:  # type: ignore[no-untyped-call]
+        with SummaryWriter(str(Path(directory) / f"rank-{rank.rank:05d}")) as writer:
             for number, scalar in enumerate(rank.scalars):
                 step = number if scalar.step is None else scalar.step
-                writer.add_scalar(  # type: ignore[no-untyped-call]
-                    scalar.name, scalar.value, step, walltime=(wall_ns + scalar.at) / 1e9
-                )
+                writer.add_scalar(scalar.name, scalar.value, step, walltime=(wall_ns + scalar.at) / 1e9)
                 count += 1
     return count

@@ -125,7 +125,7 @@ def apply_in_backward(
     `max_norm` clips by the norm over all these parameters. Call it before wrapping the model or before the
     first forward of the wrapper, on every rank alike.
     """
-    listed = [params] if isinstance(params, torch.Tensor) else list(params)
+    listed: list[Any] = [params] if isinstance(params, torch.Tensor) else list(params)
     if not listed:
         raise ConfigError("apply_in_backward got no parameters. Give model.parameters().")
     for param in listed:

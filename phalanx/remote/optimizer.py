@@ -345,7 +345,7 @@ class DistributedOptimizer(Optimizer):
             return
         if not isinstance(context_id, int) or isinstance(context_id, bool):
             raise ArgumentTypeError(
-                f"context_id is a {type(context_id).__name__}; expected the number from dist_autograd.context()."
+                f"context_id is a {type(context_id).__name__}; expected the int of dist_autograd.context()."
             )
         try:
             # Not public, but what torch's own class asks; get_gradients would copy every gradient here.

@@ -4,6 +4,7 @@ Importing must start no thread: a process forked from one with threads may inher
 nobody will ever release. `tests/test_cluster.py` asserts it.
 """
 
+import ctypes
 import gc
 import os
 import traceback
@@ -30,6 +31,12 @@ try:
 except Exception:
     # Raised again in each call: an exception here would end the fork server, and with it the reason.
     PHALANX_IMPORT_ERROR = traceback.format_exc()
+
+# Torch's store looks up the name of every peer, on loopback as ::ffff:127.0.0.1, which no hosts file
+# has: a question to a name server for each connection, 5 s long when the answer is lost. Here names
+# come from files only.
+if hasattr(ctypes.CDLL(None), "__nss_configure_lookup"):
+    ctypes.CDLL(None)["__nss_configure_lookup"](b"hosts", b"files")
 
 torch.set_num_threads(1)
 # All of this is shared between the workers; freezing keeps the collector from writing to its pages.

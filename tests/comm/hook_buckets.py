@@ -74,7 +74,7 @@ def mean_of(bucket: GradBucket, world: int, step: int) -> torch.Tensor:
 
 
 def fill(bucket: GradBucket, rank: int, step: int) -> None:
-    bucket.restore()
+    bucket.reset()
     bucket.buffer().copy_(gradient_of(bucket, rank, step))
 
 

@@ -101,9 +101,7 @@ LOSSY = [name for name, case in CASES.items() if case.sum_tolerance is not None]
 STATEFUL = LOSSY
 
 
-def run_step(
-    case: Case, state: Any, buckets: Sequence[GradBucket], rank: int, step: int, delay_s: float = 0
-) -> Any:
+def run_step(case: Case, state: Any, buckets: Sequence[GradBucket], rank: int, step: int, delay_s: float = 0) -> Any:
     """One backward pass: hooks called in order, futures waited for in the end, as the reducer does."""
     chance = random.Random(1000 * rank + step)
     for bucket in buckets:
@@ -223,7 +221,7 @@ def with_a_new_plan(rank: int, world: int, name: str) -> float:
             bucket.origin().copy_(hook_result(future.wait(), bucket))
             for own, gradient in zip(bucket.names(), bucket.gradients(), strict=True):
                 sums[own] += gradient
-            bucket.restore()
+            bucket.reset()
     return max(float((sums[name] - truth[name]).norm() / truth[name].norm()) for name in names)
 
 
@@ -247,7 +245,7 @@ def test_the_noop_hook_leaves_every_rank_its_own_gradients() -> None:
 
 
 def sparse_average(rank: int, world: int, name: str) -> torch.Tensor:
-    sparse = torch.sparse_coo_tensor(torch.tensor([[rank, 2]]), torch.ones(2, 3), (5, 3))
+    sparse = torch.sparse_coo_tensor(torch.tensor([[rank, 2]]), torch.ones(2, 3), (5, 3), check_invariants=True)
     bucket = GradBucket(index=0, buffer=sparse, gradients=[sparse], parameters=[sparse], is_last=True)
     future = CASES[name].hook(CASES[name].make_state(), bucket)
     return hook_result(future.wait(), bucket).to_dense()
@@ -269,7 +267,7 @@ def not_finite_then_fine(rank: int, world: int, name: str) -> tuple[bool, list[f
         bucket.gradients()[0][3, 5] = torch.nan
     result = hook_result(case.hook(state, bucket).wait(), bucket)
     told = not bool(result[: 24 * 40].isfinite().all())
-    bucket.restore()
+    bucket.reset()
     errors = []
     for step in range(1, 4):
         (result,) = run_step(case, state, buckets, rank, step)

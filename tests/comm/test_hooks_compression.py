@@ -173,7 +173,7 @@ def test_a_foreign_or_broken_state_dict_changes_nothing() -> None:
 
 
 def test_pickling_keeps_settings_and_tensors_and_leaves_the_group_behind() -> None:
-    state = PowerSGDState("any group", 3, start_powerSGD_iter=7, warm_start=False)  # type: ignore[arg-type]
+    state = PowerSGDState("any group", 3, start_powerSGD_iter=7, random_seed=5)  # type: ignore[arg-type]
     state.iter = 11
     state.factors["a"] = torch.ones(2, 3)
     state.residuals.load({"a": torch.arange(4.0)})

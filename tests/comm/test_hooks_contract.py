@@ -95,9 +95,7 @@ def test_a_wrong_bucket_annotation_is_a_value_error(bucket: object) -> None:
 
 @pytest.mark.parametrize("returned", [int, torch.Tensor, torch.futures.Future, "int", "Future[int]", None])
 def test_a_wrong_return_annotation_is_a_value_error(returned: object) -> None:
-    with pytest.raises(
-        ConfigError, match=r"Communication hook: return annotation should be torch.futures.Future"
-    ):
+    with pytest.raises(ConfigError, match=r"Communication hook: return annotation should be torch.futures.Future"):
         check_hook(_annotated(dist.GradBucket, returned))
 
 
@@ -178,7 +176,7 @@ def test_gradients_follow_the_buffer_that_a_hook_sets_until_it_is_restored() -> 
     assert bucket.buffer() is other and bucket.origin() is not other
     assert all(bool((gradient == 1).all()) for gradient in bucket.gradients())
     assert bucket.gradients()[0].stride() == bucket.parameters()[0].stride()
-    bucket.restore()
+    bucket.reset()
     assert bucket.buffer() is bucket.origin() and not bucket.gradients()[0].any()
     bucket.set_buffer(torch.ones(2))
     with pytest.raises(ReductionError, match="cannot show gradients"):

@@ -160,6 +160,4 @@ def _name_of(hook: object) -> str:
 def _describe(value: object) -> str:
     if isinstance(value, (list, tuple)):
         return f"a {type(value).__name__} of {len(value)}"
-    return str(
-        getattr(value, "__name__", None) or (value if isinstance(value, str) else type(value).__name__)
-    )
+    return str(getattr(value, "__name__", None) or (value if isinstance(value, str) else type(value).__name__))

@@ -3,22 +3,27 @@
 Torch's PowerSGD and quantisation hooks launch a second collective from a callback of the first. With
 two buckets under way, the callbacks of one rank may run before the other bucket was launched and
 those of another rank after it: the ranks then add up unrelated numbers, or wait for each other for
-ever. Such hooks are run one bucket at a time. docs/design/hooks.md has the whole story.
+ever. Such hooks are run one bucket at a time, in the thread that calls them. docs/design/hooks.md has
+the whole story.
 
 Hooks are known by their names: torch's module is what phalanx replaces, and is not imported.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import types
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ..bucket import GradBucket
+from .blocking import BlockingGroup
 from .contract import Hook
+from .group import collectives_of
 
 _TORCH_HOOKS = "torch.distributed.algorithms.ddp_comm_hooks."
 _CHAINING = {
@@ -44,18 +49,37 @@ def adopt_hook(hook: Hook) -> Hook:
 def one_bucket_at_a_time(hook: Hook, in_memory_order: bool = False) -> Hook:
     """`hook`, finished before the call returns: for hooks that launch collectives from callbacks.
 
-    The hook works on a copy of the bucket that it may resize. With `in_memory_order`, gradients are
-    contiguous views of the parameters' shapes, whatever the parameters' strides are.
+    A process group that is its state, or its state's `process_group`, is replaced by a blocking one
+    for the time of the call. The hook works on a copy of the bucket that it may resize. With
+    `in_memory_order`, gradients are contiguous views, whatever the parameters' strides are.
     """
 
     @functools.wraps(hook)
     def run(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        future = hook(state, bucket if bucket.buffer().is_sparse else _copy(bucket, in_memory_order))
-        if isinstance(future, torch._C.Future):  # what else it returns is refused by the caller
-            future.wait()
+        with _blocking(state) as lent:
+            future = hook(lent, bucket if bucket.buffer().is_sparse else _copy(bucket, in_memory_order))
+            if isinstance(future, torch._C.Future):  # what else it returns is refused by the caller
+                future.wait()
         return future
 
     return run
+
+
+@contextlib.contextmanager
+def _blocking(state: Any) -> Iterator[Any]:
+    """The state with its group made blocking; a state that has none to be seen stays as it is."""
+    if state is None or isinstance(state, dist.ProcessGroup):
+        yield BlockingGroup(collectives_of(state).group)
+        return
+    own = getattr(state, "process_group", state)
+    if own is not None and not isinstance(own, dist.ProcessGroup):
+        yield state
+        return
+    state.process_group = BlockingGroup(collectives_of(own).group)
+    try:
+        yield state
+    finally:
+        state.process_group = own
 
 
 def _copy(bucket: GradBucket, in_memory_order: bool) -> GradBucket:
@@ -105,9 +129,9 @@ def _held(function: types.FunctionType) -> list[object]:
     for name in names:
         value = function.__globals__.get(name)
         if isinstance(value, types.ModuleType):
-            # Only modules of hooks: looking into all of torch would reach everything.
+            # Only hooks of torch: looking into all of every module would reach everything.
             found = [vars(value).get(attribute) for attribute in names]
-            held += [one for one in found if getattr(one, "__module__", "").startswith(_TORCH_HOOKS)]
+            held += [one for one in found if str(getattr(one, "__module__", "")).startswith(_TORCH_HOOKS)]
         elif isinstance(value, (types.FunctionType, functools.partial)):
             held.append(value)
     return held

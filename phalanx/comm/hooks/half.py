@@ -44,9 +44,7 @@ def bf16_compress_wrapper(hook: Hook) -> Hook:
     return bf16_compress_wrapper_hook
 
 
-def _average_in(
-    dtype: torch.dtype, process_group: Group, bucket: GradBucket
-) -> torch.futures.Future[torch.Tensor]:
+def _average_in(dtype: torch.dtype, process_group: Group, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     buffer = bucket.buffer()
     if buffer.is_sparse or buffer.dtype is dtype:
         return allreduce_hook(process_group, bucket)
@@ -64,9 +62,7 @@ def _average_in(
     return work.get_future().then(widen)
 
 
-def _run_in(
-    dtype: torch.dtype, hook: Hook, state: Any, bucket: GradBucket
-) -> torch.futures.Future[torch.Tensor]:
+def _run_in(dtype: torch.dtype, hook: Hook, state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     buffer = bucket.buffer()
     if buffer.is_sparse:
         return hook(state, bucket)

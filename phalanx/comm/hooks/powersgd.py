@@ -104,7 +104,7 @@ class PowerSGDState(HookState):
                 f"PowerSGDState cannot be saved in the middle of a step: bucket {self._pending.index} is on "
                 "its way. Save it between backward passes."
             )
-        factors = {name: factor.clone() for name, factor in self.factors.items()} if self.warm_start else {}
+        factors = {name: factor.clone() for name, factor in self.factors.items()}
         return {"residuals": self.residuals.named(), "factors": factors}
 
     def load_tensors(self, tensors: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
@@ -165,11 +165,7 @@ def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Fut
     if bucket.is_last():
         _log_stats(state)
         state.launch(round_)
-    return (
-        round_.future
-        if not result.is_complex()
-        else round_.future.then(lambda future: _pairs(future, result))
-    )
+    return round_.future if not result.is_complex() else round_.future.then(lambda future: _pairs(future, result))
 
 
 def _make_round(state: PowerSGDState, bucket: GradBucket) -> Round | None:
@@ -231,9 +227,7 @@ def _count(state: PowerSGDState, numel: int, plain: list[Plain], batches: list[B
 def _log_stats(state: PowerSGDState) -> None:
     if (state.iter - 1) % state.compression_stats_logging_frequency == 0:
         rate, before, after = state.compression_stats()
-        logger.info(
-            "PowerSGD, step %d: %d of %d elements sent so far, rate %.1f", state.iter, after, before, rate
-        )
+        logger.info("PowerSGD, step %d: %d of %d elements sent so far, rate %.1f", state.iter, after, before, rate)
 
 
 def _pairs(future: torch.futures.Future[torch.Tensor], result: torch.Tensor) -> torch.Tensor:

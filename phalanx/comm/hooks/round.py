@@ -51,8 +51,9 @@ class Keeper(Protocol):
     """What outlives a round: the state."""
 
     orthogonalization_epsilon: float
-    # Right factors to start the next step from, by parameter.
+    # Right factors to start the next step from, by parameter; kept with a warm start only.
     factors: dict[str, torch.Tensor]
+    warm_start: bool
 
     def collectives(self) -> Collectives:
         """Whom to talk to."""
@@ -80,7 +81,7 @@ class Round:
         self._batches = batches
         self._plain = plain
         self._epsilon = keeper.orthogonalization_epsilon
-        self._factors = keeper.factors
+        self._factors = keeper.factors if keeper.warm_start else {}
         self._collectives: Collectives | None = keeper.collectives()
         self.future = PendingFuture(lambda: keeper.launch(self), self._result.device)
 
@@ -103,9 +104,7 @@ class Round:
             rest = self._unpack_plain(self._first)
             for batch in self._batches:
                 rest = self._turn(batch, rest)
-            self._second = torch.cat([batch.right.flatten() for batch in self._batches]).to(
-                self._result.dtype
-            )
+            self._second = torch.cat([batch.right.flatten() for batch in self._batches]).to(self._result.dtype)
             _all_reduce_mean(collectives, self._second).get_future().add_done_callback(self._finish)
         except Exception as error:
             # The future is what the training step waits for; raising here would blame another bucket.

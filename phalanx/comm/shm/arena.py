@@ -160,6 +160,8 @@ class Arena(_Mapped):
         super().__init__()
         # The name shows in /proc/<pid>/maps and nowhere else: it opens nothing.
         self.fd = os.memfd_create(name, os.MFD_CLOEXEC)
+        self._closer = weakref.finalize(self, os.close, self.fd)
+        self._closer.atexit = False
         self._owner_pid = os.getpid()
         self._lock = threading.Lock()
         self._free = _FreeList()
@@ -207,9 +209,7 @@ class Arena(_Mapped):
 
     def close(self) -> None:
         """Let go of the descriptor. Tensors handed out, and what peers have mapped, stay valid."""
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
+        self._closer()
 
     def _take(self, num_bytes: int) -> tuple[int, bool]:
         if os.getpid() != self._owner_pid:

@@ -7,6 +7,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from phalanx.comm.hierarchical.engine import HierarchicalEngine
 from phalanx.comm.hierarchical.hosts import host_identity, teams_of
 from phalanx.comm.shm.engine import Engine, TeamEngine
 from phalanx.comm.shm.meeting import Meeting
@@ -26,5 +27,14 @@ def assemble(
         links = meeting.meet(members, board.arena, memory)
     finally:
         meeting.close()
-    team = Team(rank, members, links, board, memory)
-    return TeamEngine(team)
+    for peer, link in links.items():
+        link.name = names[peer]
+    by_name = {names[peer]: link for peer, link in links.items()}
+    team = TeamEngine(Team(names[rank], [names[member] for member in members], by_name, board, memory))
+    if len(teams) == 1:
+        return team
+    try:
+        return HierarchicalEngine(team, teams, rank, names, store, timeout)
+    except BaseException:
+        team.close()
+        raise

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx.comm.collectives import Collectives, Work
-from phalanx.comm.shm.gateway import Gateway, parts
+from phalanx.comm.shm.gateway import Gateway
 from phalanx.comm.shm.memory import process_memory
 from phalanx.comm.shm.reduction import Reduction
 
@@ -33,17 +33,15 @@ class ShmCollectives(Collectives):
 
     def all_reduce(self, tensor: torch.Tensor, scale: float = 1.0) -> Work:
         """Replace `tensor` on every rank by scale × the sum over ranks."""
-        return self._gateway.all_reduce(tensor, Reduction.SUM, scale, blocking=False)
+        return self._gateway.all_reduce((tensor,), Reduction.SUM, scale, blocking=False)
 
     def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, scale: float = 1.0) -> Work:
         """Give rank r the r-th equal slice of scale × the sum of `input`."""
-        return self._gateway.reduce_scatter(output, input, Reduction.SUM, scale, blocking=False)
+        return self._gateway.reduce_scatter((output,), (input,), Reduction.SUM, scale, blocking=False)
 
     def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Work:
         """Fill the r-th equal slice of `output` with rank r's `input`."""
-        return self._gateway.all_gather(
-            parts(output.view(-1), self.world), input, blocking=False, result=[output]
-        )
+        return self._gateway.all_gather((output,), (input,), blocking=False)
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> Work:
         """Replace `tensor` on every rank by that of rank `source`."""

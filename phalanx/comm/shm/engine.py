@@ -27,6 +27,7 @@ class Engine(abc.ABC):
 
     rank: int
     world: int
+    name: int  # this rank as messages call it
 
     @abc.abstractmethod
     def barrier(self, timeout: timedelta) -> None:
@@ -39,7 +40,9 @@ class Engine(abc.ABC):
         """Replace `tensor` on every rank by scale × the reduction over ranks."""
 
     @abc.abstractmethod
-    def reduce(self, tensor: torch.Tensor, root: int, reduction: Reduction, scale: float, timeout: timedelta) -> None:
+    def reduce(
+        self, tensor: torch.Tensor, root: int, reduction: Reduction, scale: float, timeout: timedelta
+    ) -> None:
         """Replace `tensor` on rank `root` by scale × the reduction over ranks."""
 
     @abc.abstractmethod
@@ -83,6 +86,10 @@ class Engine(abc.ABC):
     def close(self) -> None:
         """Free everything. No collective may be under way."""
 
+    @abc.abstractmethod
+    def abandon(self) -> None:
+        """Close descriptors inherited by a forked child: peers must see the parent's end, not the child's."""
+
 
 class TeamEngine(Engine):
     """The collectives of ranks that all share one host."""
@@ -90,6 +97,7 @@ class TeamEngine(Engine):
     def __init__(self, team: Team) -> None:
         self.rank = team.index
         self.world = team.size
+        self.name = team.names[team.index]
         self.team = team
         stage = Stage(team)
         self._reducing = Reducing(team, stage)
@@ -105,7 +113,9 @@ class TeamEngine(Engine):
         with self._whole_or_broken(tensor):
             self._reducing.all_reduce(tensor, reduction, scale, timeout)
 
-    def reduce(self, tensor: torch.Tensor, root: int, reduction: Reduction, scale: float, timeout: timedelta) -> None:
+    def reduce(
+        self, tensor: torch.Tensor, root: int, reduction: Reduction, scale: float, timeout: timedelta
+    ) -> None:
         with self._whole_or_broken():
             self._reducing.reduce(tensor, root, reduction, scale, timeout)
 
@@ -130,6 +140,21 @@ class TeamEngine(Engine):
         with self._whole_or_broken():
             self._moving.all_gather(outputs, sizes, input, ANY_ROOT, timeout)
 
+    def gather(
+        self,
+        outputs: Sequence[torch.Tensor] | None,
+        sizes: tuple[int, ...],
+        input: torch.Tensor,
+        root: int,
+        timeout: timedelta,
+    ) -> None:
+        """Fill `outputs[r]` with rank r's `input` on `root`; the others have no outputs.
+
+        `sizes` are everybody's numbers of bytes.
+        """
+        with self._whole_or_broken():
+            self._moving.all_gather(outputs, sizes, input, root, timeout)
+
     def all_to_all(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], timeout: timedelta
     ) -> None:
@@ -143,6 +168,9 @@ class TeamEngine(Engine):
         self.team.watch.leave(reason)
 
     def close(self) -> None:
+        self.team.close()
+
+    def abandon(self) -> None:
         self.team.close()
 
     @contextmanager

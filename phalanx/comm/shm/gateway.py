@@ -18,6 +18,7 @@ from phalanx.comm.shm.reduction import Reduction
 from phalanx.errors import CommunicationError
 
 UNSET = timedelta(milliseconds=-1)  # c10d's sign for "the group's own time limit"
+_NO_TIME = timedelta(0)
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
@@ -36,13 +37,21 @@ def _restore(tensor: torch.Tensor, flat: torch.Tensor) -> None:
         tensor.data.copy_(flat.view(tensor.shape))
 
 
-class Gateway:
-    """The collectives of one group on tensors of any form, `blocking` or as a work to wait for."""
+# One tensor in place of several stands for its equal successive parts.
+Pieces = torch.Tensor | Sequence[torch.Tensor]
 
-    def __init__(self, engine: Engine, timeout: timedelta, name: str) -> None:
+
+class Gateway:
+    """The collectives of one group on tensors of any form, `blocking` or as a work to wait for.
+
+    Several tensors in one call are one work and travel one after the other. `time_limit` is asked at
+    each call, so that it may change.
+    """
+
+    def __init__(self, engine: Engine, time_limit: Callable[[], timedelta], name: str) -> None:
         self.engine = engine
-        self.timeout = timeout
         self.lane = Lane(f"phalanx-lane-{name}")
+        self._time_limit = time_limit
         self._is_open = True
 
     def barrier(self, blocking: bool, timeout: timedelta = UNSET) -> dist.Work:
@@ -52,21 +61,22 @@ class Gateway:
 
     def all_reduce(
         self,
-        tensor: torch.Tensor,
+        tensors: Sequence[torch.Tensor],
         reduction: Reduction,
         scale: float,
         blocking: bool,
         timeout: timedelta = UNSET,
     ) -> dist.Work:
-        """Replace `tensor` by scale × the reduction over ranks."""
+        """Replace each tensor by scale × the reduction over ranks."""
         limit = self._limit(timeout)
 
         def run() -> None:
-            flat = _flat(tensor)
-            self.engine.all_reduce(flat, reduction, scale, limit)
-            _restore(tensor, flat)
+            for tensor in tensors:
+                flat = _flat(tensor)
+                self.engine.all_reduce(flat, reduction, scale, limit)
+                _restore(tensor, flat)
 
-        return self._go("all_reduce", run, [tensor], blocking)
+        return self._go("all_reduce", run, list(tensors), blocking)
 
     def reduce(
         self,
@@ -104,50 +114,42 @@ class Gateway:
 
     def all_gather(
         self,
-        outputs: Sequence[torch.Tensor],
-        input: torch.Tensor,
+        outputs: Sequence[Pieces],
+        inputs: Sequence[torch.Tensor],
         blocking: bool,
         timeout: timedelta = UNSET,
-        result: list[torch.Tensor] | None = None,
     ) -> dist.Work:
-        """Fill `outputs[r]` with rank r's `input`."""
+        """Fill piece r of each output with rank r's input."""
         limit = self._limit(timeout)
 
         def run() -> None:
-            flats = [_flat(output) for output in outputs]
-            self.engine.all_gather(flats, _flat(input), limit)
-            for output, flat in zip(outputs, flats, strict=True):
-                _restore(output, flat)
+            for output, input in zip(outputs, inputs, strict=True):
+                flats, pieces, _ = self._pieces(output)
+                self.engine.all_gather(pieces, _flat(input), limit)
+                _restore_pieces(output, flats)
 
-        return self._go("all_gather", run, list(outputs) if result is None else result, blocking)
+        return self._go("all_gather", run, _listed(outputs), blocking)
 
     def reduce_scatter(
         self,
-        output: torch.Tensor,
-        inputs: Sequence[torch.Tensor] | torch.Tensor,
+        outputs: Sequence[torch.Tensor],
+        inputs: Sequence[Pieces],
         reduction: Reduction,
         scale: float,
         blocking: bool,
         timeout: timedelta = UNSET,
     ) -> dist.Work:
-        """Write scale × the reduction of everybody's `rank`-th input to `output`.
-
-        One tensor in place of several stands for its equal successive parts.
-        """
+        """Write scale × the reduction of everybody's piece `rank` of each input to its output."""
         limit = self._limit(timeout)
 
         def run() -> None:
-            whole = None
-            if isinstance(inputs, torch.Tensor):
-                whole = _flat(inputs)
-                pieces = parts(whole, self.engine.world)
-            else:
-                pieces = [_flat(piece) for piece in inputs]
-            flat = _flat(output)
-            self.engine.reduce_scatter(flat, pieces, whole, reduction, scale, limit)
-            _restore(output, flat)
+            for output, input in zip(outputs, inputs, strict=True):
+                _, pieces, whole = self._pieces(input)
+                flat = _flat(output)
+                self.engine.reduce_scatter(flat, pieces, whole, reduction, scale, limit)
+                _restore(output, flat)
 
-        return self._go("reduce_scatter", run, [output], blocking)
+        return self._go("reduce_scatter", run, list(outputs), blocking)
 
     def all_to_all(
         self,
@@ -155,7 +157,6 @@ class Gateway:
         inputs: Sequence[torch.Tensor],
         blocking: bool,
         timeout: timedelta = UNSET,
-        result: list[torch.Tensor] | None = None,
     ) -> dist.Work:
         """Fill `outputs[r]` with what rank r has in `inputs[rank]`."""
         limit = self._limit(timeout)
@@ -163,29 +164,46 @@ class Gateway:
         def run() -> None:
             flats = [_flat(output) for output in outputs]
             self.engine.all_to_all(flats, [_flat(piece) for piece in inputs], limit)
-            for output, flat in zip(outputs, flats, strict=True):
-                _restore(output, flat)
+            _restore_pieces(outputs, flats)
 
-        return self._go("all_to_all", run, list(outputs) if result is None else result, blocking)
+        return self._go("all_to_all", run, list(outputs), blocking)
 
     def abort(self, reason: str) -> None:
         """Make every collective of the group raise, here and on the other ranks."""
-        self.engine.break_(CommunicationError(reason, (self.engine.rank,)))
+        self.engine.break_(CommunicationError(reason, (self.engine.name,)))
 
     def close(self) -> None:
         """Leave the group. What is under way or queued raises."""
         if self._is_open:
             self._is_open = False
             reason = CommunicationError(
-                f"rank {self.engine.rank}: the process group was destroyed before the collective had finished. "
-                "Wait for every work before destroying the group."
+                f"rank {self.engine.name}: the process group was destroyed before the collective had "
+                "finished. Wait for every work before destroying the group."
             )
             self.engine.leave(reason)
             self.lane.close(reason)
             self.engine.close()
 
+    def abandon(self) -> None:
+        """Give up the group in a forked child, without a word to the other ranks."""
+        self._is_open = False
+        reason = CommunicationError(
+            f"a process group of rank {self.engine.name} was used in a forked child. "
+            "Make process groups in the child itself, or start it with spawn."
+        )
+        self.lane.abandon(reason)
+        self.engine.abandon()
+
     def _limit(self, timeout: timedelta) -> timedelta:
-        return self.timeout if timeout <= timedelta(0) else timeout
+        return self._time_limit() if timeout <= _NO_TIME else timeout
+
+    def _pieces(self, given: Pieces) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor | None]:
+        """Flat tensors, the pieces they make up, and the tensor of which those are the parts, if one."""
+        if isinstance(given, torch.Tensor):
+            whole = _flat(given)
+            return [whole], parts(whole, self.engine.world), whole
+        flats = [_flat(piece) for piece in given]
+        return flats, flats, None
 
     def _go(
         self, name: str, run: Callable[[], None], result: list[torch.Tensor], blocking: bool
@@ -199,3 +217,12 @@ def parts(whole: torch.Tensor, num_parts: int) -> list[torch.Tensor]:
     """The equal successive parts of a flat tensor."""
     numel = whole.numel() // num_parts
     return [whole[index * numel : (index + 1) * numel] for index in range(num_parts)]
+
+
+def _restore_pieces(given: Pieces, flats: Sequence[torch.Tensor]) -> None:
+    for tensor, flat in zip([given] if isinstance(given, torch.Tensor) else given, flats, strict=True):
+        _restore(tensor, flat)
+
+
+def _listed(given: Sequence[Pieces]) -> list[torch.Tensor]:
+    return [t for pieces in given for t in ([pieces] if isinstance(pieces, torch.Tensor) else pieces)]

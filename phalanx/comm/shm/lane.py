@@ -198,6 +198,13 @@ class Lane:
             self._queued.release()
             self._thread.join()
 
+    def abandon(self, reason: CommunicationError) -> None:
+        """Refuse everything, in a forked child: the thread is not there, the locks may be held for ever."""
+        self._closed = reason
+        self._queue.clear()
+        self._turn = threading.Lock()
+        self._thread = None
+
     def _serve(self) -> None:
         while True:
             self._queued.acquire()

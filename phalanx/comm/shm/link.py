@@ -94,12 +94,12 @@ class Link:
             return False
         return True
 
-    def poller(self, control_fd: int) -> select.poll:
-        """What to block in while waiting for this peer: its signal, or any news on `control_fd`."""
+    def poller(self, *other_fds: int) -> select.poll:
+        """What to block in while waiting for this peer: its signal, or anything on the other descriptors."""
         if self._poller is None:
             self._poller = select.poll()
-            self._poller.register(self.inbox, select.POLLIN)
-            self._poller.register(control_fd, select.POLLIN)
+            for fd in (self.inbox, *other_fds):
+                self._poller.register(fd, select.POLLIN)
         return self._poller
 
     def tell(self, notice: Notice) -> None:

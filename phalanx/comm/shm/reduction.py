@@ -54,24 +54,24 @@ def reduce_into(
     if len(sources) == 1:
         if target is not sources[0]:
             target.copy_(sources[0])
-        _scale(target, scale)
+        scale_in_place(target, scale)
     elif len(sources) > 2 and (_rounds_often(target.dtype, reduction) or _is_one_of(target, sources[2:])):
         # In a place of its own: wider, or because `target` is still to be read.
         wide = torch.float32 if target.dtype in _CARRIED_WIDE else target.dtype
         carried = sources[0].to(wide, copy=True)
         for source in sources[1:]:
             operation(carried, source, out=carried)
-        _scale(carried, scale)
+        scale_in_place(carried, scale)
         target.copy_(carried)
     elif scale != 1.0 and _rounds_often(target.dtype, reduction):
         carried = operation(sources[0].to(torch.float32), sources[1])
-        _scale(carried, scale)
+        scale_in_place(carried, scale)
         target.copy_(carried)
     else:
         operation(sources[0], sources[1], out=target)
         for source in sources[2:]:
             operation(target, source, out=target)
-        _scale(target, scale)
+        scale_in_place(target, scale)
 
 
 def _rounds_often(dtype: torch.dtype, reduction: Reduction) -> bool:
@@ -84,7 +84,8 @@ def _is_one_of(target: torch.Tensor, sources: Sequence[torch.Tensor]) -> bool:
     return any(source.data_ptr() == address for source in sources)
 
 
-def _scale(tensor: torch.Tensor, scale: float) -> None:
+def scale_in_place(tensor: torch.Tensor, scale: float) -> None:
+    """Multiply by `scale`. Integers are divided by its inverse, a whole number."""
     if scale == 1.0:
         return
     if tensor.dtype.is_floating_point:

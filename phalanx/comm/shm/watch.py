@@ -33,18 +33,23 @@ class Watch:
         self.doing = "meeting"  # what the ranks are at, for messages
         self._broken: CommunicationError | None = None
         self._lock = threading.Lock()
+        self._heeding = threading.Lock()
         num_processors = len(os.sched_getaffinity(0))
         self._looks = _LOOKS if len(links) < num_processors else 0
-        self._wake = make_signal()
-        self._control = select.epoll()
-        self._control.register(self._wake, select.EPOLLIN)
+        self._wake = make_signal()  # for the thread that waits, which alone clears it
+        self._news = select.epoll()
         for link in self.links:
-            self._control.register(link.connection.fileno(), select.EPOLLIN)
+            self._news.register(link.connection.fileno(), select.EPOLLIN)
 
     @property
     def broken(self) -> CommunicationError | None:
         """The error that ended this watch, if any."""
         return self._broken
+
+    @property
+    def news_fd(self) -> int:
+        """Readable when there is something to heed."""
+        return self._news.fileno()
 
     def check(self) -> None:
         """Raise if the watch is broken."""
@@ -57,20 +62,29 @@ class Watch:
             if link.arrived():
                 return
         deadline = time.monotonic() + timeout_s
-        poller = link.poller(self._control.fileno())
+        poller = link.poller(self.news_fd, self._wake)
         while True:
             remaining = deadline - time.monotonic()
             ready = poller.poll(max(0.0, remaining) * 1000)
             if link.arrived():
                 return
+            _clear(self._wake)
+            self.heed()
             self.check()
+            if link.notice is not None:
+                # It may have signalled just before it left.
+                if link.arrived():
+                    return
+                raise _again(self._fail(f"rank {link.name} left the group", (link.name,)))
             if not ready and remaining <= 0:
-                raise self._time_out(timeout_s, laggards())
-            self._take_notices()
-            if link.notice is not None and not link.arrived():
-                raise self._fail(f"rank {link.name} left the group", (link.name,))
-            elif link.notice is not None:
-                return
+                raise _again(self._time_out(timeout_s, laggards()))
+
+    def heed(self) -> None:
+        """Read what peers have to say; break the watch if one of them failed or died. Any thread."""
+        with self._heeding:
+            for link in self.links:
+                while link.notice is None and (notice := link.listen()) is not None:
+                    self._take(link, notice)
 
     def break_(self, error: CommunicationError, tell: bool = True) -> CommunicationError:
         """End the watch with `error`, unless it has ended: return the error that did end it."""
@@ -93,42 +107,44 @@ class Watch:
 
     def close(self) -> None:
         """Close every descriptor. No thread may be waiting."""
-        self._control.close()
+        self._news.close()
         os.close(self._wake)
         for link in self.links:
             link.close()
 
-    def _take_notices(self) -> None:
-        """Read what peers have to say; raise if one of them failed or died."""
-        for link in self.links:
-            while link.notice is None and (notice := link.listen()) is not None:
-                if notice.kind is NoticeKind.FAREWELL:
-                    # Its socket will end, which is no news any more.
-                    self._control.unregister(link.connection.fileno())
-                elif notice.kind is NoticeKind.DEATH:
-                    raise self._fail(f"the process of rank {link.name} died", (link.name,))
-                else:
-                    raise self._repeat(notice)
+    def _take(self, link: Link, notice: Notice) -> None:
+        if notice.kind is NoticeKind.FAREWELL:
+            # Its socket will end, which is no news any more. Whoever waits for it has to look again.
+            self._news.unregister(link.connection.fileno())
+            os.eventfd_write(self._wake, 1)
+        elif notice.kind is NoticeKind.DEATH:
+            self._fail(f"the process of rank {link.name} died", (link.name,))
+        else:
+            kind = CollectiveTimeout if notice.kind is NoticeKind.TIMEOUT else PeerFailure
+            # Not told on: whoever noticed first has told everybody.
+            self.break_(kind(notice.text, notice.ranks), tell=False)
 
     def _fail(self, what: str, ranks: tuple[int, ...]) -> CommunicationError:
         text = f"rank {self.name}: {what} while rank {self.name} was waiting in {self.doing}."
         remedy = " See that rank's own output for the reason; the group cannot be used any more."
-        return _again(self.break_(PeerFailure(text + remedy, ranks)))
+        return self.break_(PeerFailure(text + remedy, ranks))
 
     def _time_out(self, timeout_s: float, ranks: Sequence[int]) -> CommunicationError:
         missing = ", ".join(str(rank) for rank in ranks)
         text = (
-            f"rank {self.name}: {self.doing} timed out after {timeout_s:g} s: rank {missing} did not take part. "
-            "See what that rank is doing (py-spy dump), or raise the group's timeout."
+            f"rank {self.name}: {self.doing} timed out after {timeout_s:g} s: rank {missing} did not "
+            "take part. See what that rank is doing (py-spy dump), or raise the group's timeout."
         )
-        return _again(self.break_(CollectiveTimeout(text, tuple(ranks))))
-
-    def _repeat(self, notice: Notice) -> CommunicationError:
-        error = CollectiveTimeout if notice.kind is NoticeKind.TIMEOUT else PeerFailure
-        # Not told on: whoever noticed first has told everybody.
-        return _again(self.break_(error(notice.text, notice.ranks), tell=False))
+        return self.break_(CollectiveTimeout(text, tuple(ranks)))
 
 
 def _again(error: CommunicationError) -> CommunicationError:
     """A fresh copy to raise: a raised exception keeps the frames it went through."""
     return type(error)(str(error), error.ranks)
+
+
+def _clear(signal: int) -> None:
+    try:
+        os.eventfd_read(signal)
+    except BlockingIOError:
+        pass

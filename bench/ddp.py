@@ -1,0 +1,181 @@
+"""How long does a training step take under phalanx's DistributedDataParallel, compared with torch's?
+
+Two ranks, each with one compute thread. Every contender trains its own copy of the model on the same data, in
+the same processes, a block of steps in turn: the model alone (no communication), torch's DDP on gloo, ours on
+gloo, and ours on shared memory. *Above compute* is the time a step takes beyond the model alone. Peak memory is
+measured in processes of their own, from before the model was built.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import phalanx
+from bench import ranks
+from bench.measure import Samples, interleave, peak_memory, ratio, reset_peak_memory
+from bench.models import CASES, Case
+from bench.table import Result, Row, options, present
+from phalanx.launch.worker import Worker
+
+ALONE, TORCH, OURS_GLOO, OURS_SHM = "alone", "torch", "phalanx on gloo", "phalanx"
+BLOCK_S = 0.08
+
+
+def wrap(contender: str, model: nn.Module, bucket_view: bool) -> nn.Module:
+    """The model as the contender trains it."""
+    if contender == ALONE:
+        return model
+    if contender == TORCH:
+        # Torch must be told of outputs it cannot see; all our cases use every parameter.
+        return nn.parallel.DistributedDataParallel(
+            model, process_group=dist.new_group(backend="gloo"), gradient_as_bucket_view=bucket_view
+        )
+    backend = "phalanx" if contender == OURS_SHM else "gloo"
+    group = dist.new_group(backend=backend)
+    return phalanx.DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=bucket_view)
+
+
+def stepper(case: Case, contender: str, rank: int, bucket_view: bool) -> tuple[nn.Module, Callable[[], None]]:
+    """A model and a function that trains it for one step on data that every contender sees."""
+    torch.manual_seed(0)
+    model = wrap(contender, case.build(), bucket_view)
+    optimizer = case.optimizer(list(model.parameters()))
+    generator = torch.Generator().manual_seed(100 + rank)
+    batches = [case.batch(generator) for _ in range(4)]
+    count = 0
+
+    def step() -> None:
+        nonlocal count
+        optimizer.zero_grad(set_to_none=True)
+        case.loss(model, batches[count % len(batches)]).backward()
+        optimizer.step()
+        count += 1
+
+    return model, step
+
+
+def time_case(worker: Worker, case: str, num_rounds: int, shared_memory: bool, bucket_view: bool) -> Any:
+    """On each rank: milliseconds a step by contender and round, and whether ours and torch's still agree."""
+    torch.set_num_threads(1)
+    names = [ALONE, TORCH, OURS_GLOO, *([OURS_SHM] if shared_memory else [])]
+    built = {name: stepper(CASES[case], name, worker.rank, bucket_view) for name in names}
+    steps = {name: step for name, (_, step) in built.items()}
+    num_steps = _steps_in_a_block(steps[TORCH])
+    for name in names:
+        if name != TORCH:
+            for _ in range(num_steps + 3):
+                steps[name]()
+    samples = interleave(steps, num_rounds, num_steps, dist.barrier)
+    agree = all(_close(built[TORCH][0], built[name][0]) for name in names[2:])
+    return {"ms": {name: found.ms for name, found in samples.items()}, "agree": agree}
+
+
+def _steps_in_a_block(step: Callable[[], None]) -> int:
+    for _ in range(2):
+        step()
+    started = time.perf_counter()
+    step()
+    guess = torch.tensor([time.perf_counter() - started])
+    dist.all_reduce(guess, dist.ReduceOp.MAX)  # every rank must take the same number of steps
+    num_steps = max(1, round(BLOCK_S / guess.item()))
+    for _ in range(num_steps):
+        step()
+    return num_steps
+
+
+def _close(first: nn.Module, second: nn.Module) -> bool:
+    pairs = zip(first.parameters(), second.parameters(), strict=True)
+    return all(torch.allclose(a, b, rtol=1e-3, atol=1e-4) for a, b in pairs)
+
+
+def weigh_case(worker: Worker, case: str, contender: str, bucket_view: bool) -> int:
+    """On each rank: the peak of resident bytes while training, above what the process held before."""
+    torch.set_num_threads(1)
+    warm = nn.Linear(8, 8)
+    warm(torch.ones(1, 8)).sum().backward()
+    reset_peak_memory()
+    before = peak_memory()
+    _, step = stepper(CASES[case], contender, worker.rank, bucket_view)
+    for _ in range(6):
+        step()
+    return peak_memory() - before
+
+
+def _rows(case: str, ms: dict[str, Samples], ours: str) -> list[Row]:
+    whole = ratio(ms[ours], ms[TORCH])
+    rows = [Row(f"{case}: step", ms[ours].median, ms[TORCH].median, whole.median, whole.low, whole.high, target=1.0)]
+    mine, theirs = (
+        Samples(tuple(a - b for a, b in zip(ms[name].ms, ms[ALONE].ms, strict=True))) for name in (ours, TORCH)
+    )
+    if theirs.median > 0.02 * ms[TORCH].median and min(theirs.ms) > 0:
+        above = ratio(mine, theirs)
+        rows.append(
+            Row(
+                f"{case}: above compute",
+                mine.median,
+                theirs.median,
+                mine.median / theirs.median,
+                above.low,
+                above.high,
+                target=1 / 3 if case == "gpt-5m" and ours == OURS_SHM else 1.0,
+            )
+        )
+    return rows
+
+
+def _memory_row(case: str, ours: str, bucket_view: bool) -> Row:
+    held = {
+        name: statistics.mean(
+            ranks.run(2, "bench.ddp:weigh_case", {"case": case, "contender": name, "bucket_view": bucket_view})
+        )
+        for name in (ours, TORCH)
+    }
+    share = held[ours] / held[TORCH]
+    return Row(f"{case}: peak memory", held[ours] / 1e6, held[TORCH] / 1e6, share, share, share, unit="MB")
+
+
+def main() -> None:
+    parser = options("phalanx DDP beside torch DDP, two ranks")
+    parser.add_argument("--case", action="append", choices=list(CASES), help="only these models")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--no-memory", action="store_true", help="leave peak memory out")
+    parser.add_argument("--gradient-as-bucket-view", action="store_true", help="for both sides")
+    parsed = parser.parse_args()
+    shared_memory = "phalanx" in dist.Backend.backend_list
+    view = parsed.gradient_as_bucket_view
+    best = OURS_SHM if shared_memory else OURS_GLOO
+    results = [Result("ddp", __doc__.splitlines()[0], best, TORCH)]
+    if shared_memory:
+        results.append(Result("ddp-gloo", "The same step with both sides on gloo.", OURS_GLOO, TORCH))
+    for case in parsed.case or CASES:
+        arguments = {
+            "case": case,
+            "num_rounds": 3 if parsed.quick else parsed.rounds,
+            "shared_memory": shared_memory,
+            "bucket_view": view,
+        }
+        by_rank = ranks.run(2, "bench.ddp:time_case", arguments)
+        # A step has ended when its slowest rank has.
+        ms = {
+            name: Samples(tuple(map(max, zip(*(found["ms"][name] for found in by_rank), strict=True))))
+            for name in by_rank[0]["ms"]
+        }
+        for result in results:
+            result.rows += _rows(case, ms, result.ours)
+            if not by_rank[0]["agree"]:
+                result.notes.append(f"{case}: parameters of the two sides differ after the run")
+        if not (parsed.no_memory or parsed.quick):
+            results[0].rows.append(_memory_row(case, best, view))
+    for result in results:
+        present(result, parsed)
+
+
+if __name__ == "__main__":
+    main()

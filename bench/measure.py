@@ -1,0 +1,83 @@
+"""Timing contenders side by side: interleaved in one run, so that whatever disturbs one disturbs the other."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Milliseconds a step, one value a round."""
+
+    ms: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.ms)
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """Ours over theirs, round by round: the median and the middle half."""
+
+    median: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.median:.2f} ({self.low:.2f}-{self.high:.2f})"
+
+
+def ratio(ours: Samples, theirs: Samples) -> Ratio:
+    """The ratio of two contenders that ran in the same rounds."""
+    rounds = sorted(a / b for a, b in zip(ours.ms, theirs.ms, strict=True))
+    quarter = len(rounds) // 4
+    return Ratio(statistics.median(rounds), rounds[quarter], rounds[-1 - quarter])
+
+
+def interleave(
+    contenders: Mapping[str, Callable[[], object]],
+    num_rounds: int,
+    steps_a_round: int,
+    before_block: Callable[[], object],
+) -> dict[str, Samples]:
+    """Run each contender for a block of steps in every round, the order turned by one each round.
+
+    `before_block` brings ranks together (a barrier), so that no block pays for another's straggler.
+    """
+    names = list(contenders)
+    found: dict[str, list[float]] = {name: [] for name in names}
+    gc.collect()
+    gc.disable()
+    try:
+        for number in range(-1, num_rounds):
+            turned = names[number % len(names) :] + names[: number % len(names)]
+            for name in turned:
+                before_block()
+                started = time.perf_counter()
+                for _ in range(steps_a_round):
+                    contenders[name]()
+                elapsed = time.perf_counter() - started
+                if number >= 0:  # the first round warms up
+                    found[name].append(1e3 * elapsed / steps_a_round)
+    finally:
+        gc.enable()
+    return {name: Samples(tuple(values)) for name, values in found.items()}
+
+
+def reset_peak_memory() -> None:
+    """Start a new peak. Linux only, like `peak_memory`."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_memory() -> int:
+    """The most bytes this process held since `reset_peak_memory`; shared pages count in every process."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError("the kernel does not tell the peak memory of a process")

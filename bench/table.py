@@ -1,0 +1,193 @@
+"""A benchmark's result: as a table on the terminal, as JSON, and as a plot. Losing rows are red.
+
+Every benchmark fills a `Result` and calls `present`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from rich.console import Console
+from rich.table import Table
+
+ROOT = Path(__file__).resolve().parent
+RESULTS = ROOT / "results"
+
+
+@dataclass
+class Row:
+    """One comparison. `ratio` is ours over theirs; below 1 is a win unless `higher_is_better`."""
+
+    case: str
+    ours: float
+    theirs: float
+    ratio: float
+    low: float
+    high: float
+    unit: str = "ms"
+    target: float | None = None
+    """The ratio that was promised: at most this, or at least this when `higher_is_better`."""
+    higher_is_better: bool = False
+    note: str = ""
+
+    @property
+    def wins(self) -> bool:
+        """Ahead of the other side, or at least even within the spread."""
+        return self.ratio >= 1.0 if self.higher_is_better else self.ratio <= 1.0
+
+    @property
+    def keeps_target(self) -> bool:
+        if self.target is None:
+            return True
+        return self.ratio >= self.target if self.higher_is_better else self.ratio <= self.target
+
+
+@dataclass
+class Result:
+    """One benchmark's rows, and all that is needed to judge or repeat them."""
+
+    name: str
+    question: str
+    ours: str
+    theirs: str
+    rows: list[Row] = field(default_factory=list)
+    machine: dict[str, Any] = field(default_factory=lambda: machine())
+    notes: list[str] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def from_json(value: dict[str, Any]) -> Result:
+        rows = [Row(**row) for row in value["rows"]]
+        return Result(**{**value, "rows": rows})
+
+
+def machine() -> dict[str, Any]:
+    """Hardware, versions, commit and command."""
+    return {
+        "cpu": _cpu_name(),
+        "cores": psutil.cpu_count(logical=True),
+        "memory_gb": round(psutil.virtual_memory().total / 1e9, 1),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "commit": _commit(),
+        "date": time.strftime("%Y-%m-%d %H:%M"),
+        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+    }
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")
+
+
+def _commit() -> str:
+    try:
+        found = subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, timeout=10
+        )
+    except OSError:
+        return "unknown"
+    return found.stdout.strip() or "unknown"
+
+
+def show(result: Result, console: Console | None = None) -> None:
+    """Print the table."""
+    console = console or Console(highlight=False)
+    hardware = result.machine
+    console.print(f"\n[bold]{result.name}[/]: {result.question}")
+    table = Table(box=None, pad_edge=False, padding=(0, 2))
+    table.add_column("")
+    for title in (result.ours, result.theirs, "ratio", "spread", "target"):
+        table.add_column(title, justify="right")
+    table.add_column("")
+    for row in result.rows:
+        style = "red" if not row.wins or not row.keeps_target else "green"
+        sign = "≥" if row.higher_is_better else "≤"
+        table.add_row(
+            row.case,
+            f"{row.ours:.3g} {row.unit}",
+            f"{row.theirs:.3g} {row.unit}",
+            f"[{style}]{row.ratio:.2f}[/]",
+            f"{row.low:.2f}-{row.high:.2f}",
+            "" if row.target is None else f"{sign} {row.target:g}",
+            row.note,
+        )
+    console.print(table)
+    for note in result.notes:
+        console.print(f"[dim]{note}[/]")
+    console.print(
+        f"[dim]{hardware['cpu']}, {hardware['cores']} cores, torch {hardware['torch']}, "
+        f"commit {hardware['commit']}, {hardware['date']}[/]"
+    )
+
+
+def save(result: Result, folder: Path = RESULTS) -> Path:
+    """Write the result as JSON, named after the day and the benchmark; a later run of a day replaces it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{time.strftime('%Y-%m-%d')}-{result.name}.json"
+    path.write_text(json.dumps(result.to_json(), indent=1) + "\n")
+    return path
+
+
+def plot(result: Result, path: Path) -> Path:
+    """Write an HTML plot: one bar a row, with its spread, and the line at 1 where both are even."""
+    import plotly.graph_objects as go
+
+    good, bad = "#3fa283", "#d1495b"
+    bars = go.Bar(
+        y=[row.case for row in result.rows],
+        x=[row.ratio for row in result.rows],
+        orientation="h",
+        marker_color=[good if row.wins and row.keeps_target else bad for row in result.rows],
+        error_x={
+            "type": "data",
+            "array": [row.high - row.ratio for row in result.rows],
+            "arrayminus": [row.ratio - row.low for row in result.rows],
+        },
+        text=[f"{row.ratio:.2f}" for row in result.rows],
+    )
+    figure = go.Figure(bars)
+    figure.add_vline(x=1.0, line_dash="dash", line_color="#888")
+    figure.update_layout(
+        title=f"{result.name}: {result.ours} over {result.theirs}",
+        template="plotly_white",
+        height=160 + 44 * len(result.rows),
+        yaxis={"autorange": "reversed"},
+        xaxis={"title": "ratio", "rangemode": "tozero"},
+    )
+    figure.write_html(path, include_plotlyjs=True)
+    return path
+
+
+def options(description: str) -> argparse.ArgumentParser:
+    """The options every benchmark has."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--quick", action="store_true", help="few rounds: does it run, not how fast")
+    parser.add_argument("--no-save", action="store_true", help="only print")
+    return parser
+
+
+def present(result: Result, parsed: argparse.Namespace) -> None:
+    """Print the result, and keep it unless it was a quick look."""
+    show(result)
+    if parsed.no_save or parsed.quick:
+        return
+    path = save(result)
+    drawn = plot(result, path.with_suffix(".html"))
+    Console(highlight=False).print(f"[dim]kept in {path} and {drawn}[/]")

@@ -1,0 +1,200 @@
+"""`phalanx demo`: start two workers, show their training live, and say what came of it."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from phalanx.cli.console import bytes_in_words, console, say
+from phalanx.cli.demo.train import MARK, Settings, as_argument
+from phalanx.cli.run import show_failure
+from phalanx.launch.agent import LaunchSettings, launch
+from phalanx.launch.rundir import RunDirectory
+from phalanx.observe import report
+from phalanx.observe.run import load
+from phalanx.observe.stats import hidden_share
+
+_SPARKS = "▁▂▃▄▅▆▇█"
+_PLAIN_EVERY_S = 10.0
+
+
+@dataclass
+class Story:
+    """What the workers have told so far. Updated from the log follower's thread, read by the display's."""
+
+    steps: dict[int, dict[str, Any]] = field(default_factory=dict)
+    starts: dict[int, dict[str, Any]] = field(default_factory=dict)
+    ends: dict[int, dict[str, Any]] = field(default_factory=dict)
+    losses: list[float] = field(default_factory=list)
+    sample: str = ""
+    other_lines: list[str] = field(default_factory=list)
+
+    def hear(self, rank: int, stream: str, line: str) -> None:
+        """A line of a worker; one that is not for the display is kept for a failure's sake."""
+        if not line.startswith(MARK):
+            self.other_lines.append(line)
+            return
+        facts = json.loads(line.removeprefix(MARK))
+        event = facts["event"]
+        if event == "start":
+            self.starts[rank] = facts
+        elif event == "step":
+            self.steps[rank] = facts
+            if rank == 0:
+                self.losses.append(facts["loss"])
+        elif event == "end":
+            self.ends[rank] = facts
+        elif event == "sample":
+            self.sample = facts["text"]
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Steps done by rank 0, and steps in all."""
+        facts = self.steps.get(0)
+        return (facts["step"], facts["num_steps"]) if facts else (0, 1)
+
+
+def spark_line(values: list[float], width: int) -> str:
+    """A curve in one line of text, thinned to `width` characters."""
+    if not values:
+        return ""
+    if len(values) > width:
+        values = [values[index * (len(values) - 1) // (width - 1)] for index in range(width)]
+    low, high = min(values), max(values)
+    scale = (len(_SPARKS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_SPARKS[round((value - low) * scale)] for value in values)
+
+
+class Display:
+    """The live view: a progress bar, the loss curve, and a line a rank."""
+
+    def __init__(self, story: Story) -> None:
+        self.story = story
+        self._progress = Progress(
+            TextColumn("[bold]training"),
+            BarColumn(bar_width=None),
+            TextColumn("step {task.completed}/{task.total}"),
+            TimeRemainingColumn(compact=True),
+            expand=True,
+        )
+        self._task = self._progress.add_task("training", total=1)
+
+    def __rich__(self) -> RenderableType:
+        done, total = self.story.progress
+        self._progress.update(self._task, completed=done, total=total)
+        loss = Text("loss  ", style="bold")
+        if self.story.losses:
+            loss.append(f"{self.story.losses[-1]:.3f}  ", style="bold cyan")
+            loss.append(spark_line(self.story.losses, 56), style="cyan")
+        else:
+            loss.append("starting two workers", style="dim")
+        parts: list[RenderableType] = [self._progress, loss]
+        if self.story.steps:
+            parts.append(self._ranks())
+        return Panel(Group(*parts), title="phalanx demo", border_style="cyan", padding=(0, 1))
+
+    def _ranks(self) -> Table:
+        table = Table(box=None, padding=(0, 2), pad_edge=False, header_style="dim")
+        for title in ("rank", "tokens/s", "communication hidden", "memory"):
+            table.add_column(title, justify="right")
+        for rank, facts in sorted(self.story.steps.items()):
+            table.add_row(
+                str(rank),
+                f"{facts['tokens_per_s']:,.0f}",
+                f"{facts['hidden']:.0%}",
+                bytes_in_words(facts["resident"]),
+            )
+        return table
+
+
+@click.command("demo", short_help="Train a small GPT on this machine and show what happens.")
+@click.option("-n", "--nproc", type=click.IntRange(1), default=2, help="Workers.")
+@click.option("--steps", type=click.IntRange(1), default=Settings.num_steps, help="At most this many.")
+@click.option("--seconds", type=click.FloatRange(1), default=Settings.seconds, help="About this long at most.")
+@click.option("--run-dir", default="runs", metavar="DIR", help="Where the run is kept.")
+def command(nproc: int, steps: int, seconds: float, run_dir: str) -> int:
+    """Train a small character GPT on the documentation that Python ships, and report on it."""
+    directory = RunDirectory.create(run_dir, "demo")
+    settings = Settings(num_steps=steps, seconds=seconds)
+    story = Story()
+    terminal = console()
+    module = "phalanx.cli.demo.train"
+    launched = LaunchSettings(("--module", module, as_argument(settings)), nproc, tracing=True)
+    with _shown(story, terminal) as hear:
+        outcome = launch(launched, directory, hear)
+    if outcome.failure is not None:
+        show_failure(outcome.failure, directory)
+        return outcome.exitcode
+    if outcome.signal is not None:
+        say(f"ended by {outcome.signal.name}; every worker has ended")
+        return outcome.exitcode
+    page = _close(story, directory, terminal)
+    return 0 if page.exists() and all(end["identical"] for end in story.ends.values()) else 1
+
+
+class _shown:
+    """Shows a story while the body runs: live on a terminal, else a line now and then."""
+
+    def __init__(self, story: Story, terminal: Console) -> None:
+        self._story, self._terminal = story, terminal
+        self._live = Live(Display(story), console=terminal, refresh_per_second=8)
+        self._last = time.monotonic()
+
+    def __enter__(self) -> Callable[[int, str, str], None]:
+        if not self._terminal.is_terminal:
+            return self._hear_plainly
+        self._live.start()
+        return self._story.hear
+
+    def __exit__(self, *exception: object) -> None:
+        if self._terminal.is_terminal:
+            self._live.stop()
+
+    def _hear_plainly(self, rank: int, stream: str, line: str) -> None:
+        self._story.hear(rank, stream, line)
+        if self._story.losses and time.monotonic() - self._last > _PLAIN_EVERY_S:
+            self._last = time.monotonic()
+            done, total = self._story.progress
+            self._terminal.print(f"step {done}/{total}  loss {self._story.losses[-1]:.3f}")
+
+
+def _close(story: Story, directory: RunDirectory, terminal: Console) -> Path:
+    terminal.print(Panel(Text(story.sample), title="what it writes now", border_style="green", padding=(0, 1)))
+    run = load(directory.root)
+    terminal.print(closing_table(story, hidden_share(run)))
+    page = report.write(run, directory.root / "report.html")
+    terminal.print(f"\nThe whole run, step by step: [bold cyan]{page}[/]  (open it in a browser)")
+    return page
+
+
+def closing_table(story: Story, hidden: float | None) -> Table:
+    """The run in a few lines."""
+    first, start = story.ends[0], story.starts[0]
+    held = max(end["memory"]["state"] for end in story.ends.values())
+    whole = first["memory"]["unsharded_state"]
+    speed = sum(facts["tokens_per_s"] for facts in story.steps.values())
+    identical = all(end["identical"] for end in story.ends.values())
+    table = Table(box=None, padding=(0, 2), show_header=False, pad_edge=False)
+    table.add_column(style="dim")
+    table.add_column(style="bold")
+    chance = f"{start['parameters'] / 1e6:.2f} million parameters, {start['world']} ranks on {start['backend']}"
+    table.add_row("model", chance)
+    table.add_row("loss", f"{first['loss'][0]:.3f} → {first['loss'][1]:.3f}")
+    table.add_row("held-out loss", f"{first['held_out'][0]:.3f} → {first['held_out'][1]:.3f}")
+    table.add_row("throughput", f"{speed:,.0f} tokens/s, all ranks")
+    table.add_row("communication hidden", "none to hide" if hidden is None else f"{hidden:.0%}")
+    table.add_row("optimizer memory", f"{bytes_in_words(held)} a rank; unsharded {bytes_in_words(whole)}")
+    table.add_row("replicas identical", "[green]yes, compared bit for bit[/]" if identical else "[red]NO[/]")
+    return table

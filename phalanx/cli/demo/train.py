@@ -1,0 +1,202 @@
+"""What each worker of the demo does: ordinary training code around phalanx's classes.
+
+Tells the display what happens by lines of JSON on standard output, each after `MARK`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import phalanx
+from phalanx.cli.demo.gpt import GPT, GPTShape, next_token_loss
+from phalanx.cli.demo.text import Text, batch, pieces_in_order
+from phalanx.launch.worker import Worker, init
+from phalanx.observe import trace
+
+MARK = "@demo "
+PROMPT = 'The "for" statement'
+_CALIBRATION_STEPS = 12
+_TELL_EVERY = 5
+_EVALUATED_PIECES = 64
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The demo's numbers; sizes are for each rank."""
+
+    num_steps: int = 700
+    seconds: float = 80.0
+    width: int = 128
+    num_layers: int = 4
+    context: int = 96
+    batch_size: int = 12
+    learning_rate: float = 3e-3
+    sample_length: int = 320
+
+
+class Training:
+    """The model, its data and its optimizer on one rank."""
+
+    def __init__(self, worker: Worker, settings: Settings) -> None:
+        self.worker, self.settings = worker, settings
+        self.text = Text()
+        torch.manual_seed(0)
+        shape = GPTShape(len(self.text.characters), settings.context, settings.width, settings.num_layers, 4)
+        self.gpt = GPT(shape).to(worker.device)
+        self.model = phalanx.DistributedDataParallel(self.gpt, gradient_as_bucket_view=True)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=settings.learning_rate, weight_decay=0.01)
+        # Each rank reads other places of the same text.
+        self.generator = torch.Generator().manual_seed(1000 + worker.rank)
+
+    def step(self) -> float:
+        """One optimizer step; the mean loss of this rank's batch."""
+        inputs, targets = batch(self.text.training, self.settings.batch_size, self.settings.context, self.generator)
+        loss = next_token_loss(self.model(inputs.to(self.worker.device)), targets.to(self.worker.device))
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        return loss.item()
+
+    @torch.no_grad()
+    def held_out_loss(self) -> float:
+        """The mean loss on text never trained on: each rank takes its share of the pieces."""
+        inputs, targets = pieces_in_order(self.text.held_out, self.settings.context)
+        chosen = torch.linspace(0, len(inputs) - 1, _EVALUATED_PIECES).long()
+        mine = chosen[self.worker.rank :: self.worker.world]
+        total = torch.zeros(2)
+        if len(mine):
+            loss = next_token_loss(self.gpt(inputs[mine]), targets[mine])
+            total = torch.tensor([loss.item() * len(mine), float(len(mine))])
+        dist.all_reduce(total)
+        return (total[0] / total[1]).item()
+
+    def set_learning_rate(self, step: int, num_steps: int) -> None:
+        """A short rise, then a cosine down to a tenth."""
+        warm = min(1.0, (step + 1) / 20)
+        cosine = 0.55 + 0.45 * math.cos(math.pi * min(1.0, step / max(1, num_steps)))
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.settings.learning_rate * warm * cosine
+
+    def memory(self) -> dict[str, int]:
+        """Bytes by kind on this rank, and what the optimizer would hold unsharded."""
+        parameters = list(self.gpt.parameters())
+        held = [value for state in self.optimizer.state.values() for value in state.values()]
+        return {
+            "parameters": _tensor_bytes(parameters),
+            "state": _tensor_bytes([value for value in held if isinstance(value, Tensor)]),
+            "unsharded_state": 2 * _tensor_bytes(parameters),
+        }
+
+    def replicas_identical(self) -> bool:
+        """Whether every rank holds the same parameters to the last bit."""
+        digest = hashlib.sha256()
+        for parameter in self.gpt.parameters():
+            digest.update(parameter.detach().cpu().contiguous().numpy().tobytes())
+        mine = torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8)
+        found = [torch.empty_like(mine) for _ in range(self.worker.world)]
+        dist.all_gather(found, mine)
+        return all(torch.equal(mine, other) for other in found)
+
+
+def tell(**facts: Any) -> None:
+    """One line for the display."""
+    sys.stdout.write(f"{MARK}{json.dumps(facts)}\n")
+    sys.stdout.flush()
+
+
+def agreed_steps(settings: Settings, elapsed_s: float) -> int:
+    """How many steps fit into the time, from what the first ones took. Rank 0 decides for all."""
+    fitting = int(settings.seconds / (elapsed_s / _CALIBRATION_STEPS))
+    count = torch.tensor([max(_CALIBRATION_STEPS, min(settings.num_steps, fitting))])
+    dist.broadcast(count, 0)
+    return int(count.item())
+
+
+def run(worker: Worker, settings: Settings) -> None:
+    """Train, evaluate, compare, and tell."""
+    training = Training(worker, settings)
+    parameters = sum(parameter.numel() for parameter in training.gpt.parameters())
+    tell(event="start", rank=worker.rank, world=worker.world, backend=worker.backend, parameters=parameters)
+    before = training.held_out_loss()
+    trace.scalar("held_out_loss", 0, before)
+    first, last, num_steps = _train(training)
+    after = training.held_out_loss()
+    trace.scalar("held_out_loss", num_steps, after)
+    trace.fact(trace.PLAN, training.model.plan.to_json())
+    memory = training.memory()
+    trace.fact(trace.MEMORY, memory)
+    identical = training.replicas_identical()
+    tell(
+        event="end",
+        rank=worker.rank,
+        loss=[first, last],
+        held_out=[before, after],
+        identical=identical,
+        memory=memory,
+    )
+    if worker.is_first:
+        prompt = training.text.encode(PROMPT)
+        sample = training.gpt.continue_text(prompt, settings.sample_length, temperature=0.7)
+        tell(event="sample", text=training.text.decode(sample))
+    dist.barrier()
+
+
+def _train(training: Training) -> tuple[float, float, int]:
+    settings, worker = training.settings, training.worker
+    tokens = settings.batch_size * settings.context
+    num_steps, step, losses = settings.num_steps, 0, []
+    started = told = time.perf_counter()
+    while step < num_steps:
+        training.set_learning_rate(step, num_steps)
+        losses.append(training.step())
+        step += 1
+        if step == _CALIBRATION_STEPS:
+            num_steps = agreed_steps(settings, time.perf_counter() - started)
+        trace.scalar(trace.LOSS, step, losses[-1])
+        if step % _TELL_EVERY == 0 or step == num_steps:
+            now = time.perf_counter()
+            speed = tokens * _TELL_EVERY / (now - told)
+            told = now
+            trace.scalar(trace.TOKENS_PER_S, step, speed)
+            tell(
+                event="step",
+                rank=worker.rank,
+                step=step,
+                num_steps=num_steps,
+                loss=sum(losses[-20:]) / len(losses[-20:]),
+                tokens_per_s=speed,
+                hidden=training.model.stats().overlap,
+                resident=trace.resident_bytes(),
+            )
+    tail = losses[-20:]
+    return losses[0], sum(tail) / len(tail), num_steps
+
+
+def _tensor_bytes(values: Iterable[Tensor]) -> int:
+    return sum(value.numel() * value.element_size() for value in values)
+
+
+def main(arguments: str) -> None:
+    """One worker; `arguments` is `Settings` as JSON."""
+    with init() as worker:
+        run(worker, Settings(**json.loads(arguments)))
+
+
+def as_argument(settings: Settings) -> str:
+    """What `main` is given."""
+    return json.dumps(asdict(settings))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

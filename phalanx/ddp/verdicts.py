@@ -1,0 +1,57 @@
+"""What the reducer says when something is wrong: the words of its errors and warnings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..comm.blackboard import Blackboard
+from ..errors import MismatchError, ReductionError
+from .bucket import LiveBucket
+
+
+def _listed(names: Sequence[str], most: int = 10) -> str:
+    quoted = ", ".join(f"'{name}'" for name in names[:most])
+    return quoted if len(names) <= most else f"{quoted} and {len(names) - most} more"
+
+
+def out_of_step(where: str, step: int, plan_hash: str, board: Blackboard, bucket: int) -> MismatchError:
+    """Ranks whose sums do not belong together. Every rank sees it, so they can tell each other where they are."""
+    said = board.exchange(f"position/{bucket}", f"step {step} of plan {plan_hash[:12]}", wait_s=2.0)
+    table = "; ".join(f"rank {rank}: {words}" for rank, words in sorted(said.items()))
+    return MismatchError(
+        f"{where}: the ranks are not at the same step of the same plan ({table}). Run forward and backward "
+        "equally often on every rank, or use join() for uneven inputs."
+    )
+
+
+def too_late(where: str, buckets: Sequence[LiveBucket]) -> ReductionError:
+    """Gradient that came after its bucket had left, with the local gradient overwritten."""
+    names = ", ".join(f"bucket {bucket.index} (first parameter '{bucket.names[0]}')" for bucket in buckets)
+    return ReductionError(
+        f"{where}: a nested backward brought more gradient to {names} after it had been sent, and with "
+        "gradient_as_bucket_view=True the local gradient is gone. Use gradient_as_bucket_view=False, or "
+        "checkpoint(..., use_reentrant=False)."
+    )
+
+
+def unused_everywhere(where: str, names: Sequence[str], num_params: int) -> str:
+    return (
+        f"{where}: no rank used {len(names)} of {num_params} parameters; their .grad is left as it was: "
+        f"{_listed(names)}. If that is intended, pass find_unused_parameters=True or freeze them with "
+        "requires_grad_(False)."
+    )
+
+
+def nothing_left(where: str) -> ReductionError:
+    return ReductionError(
+        f"{where}: no parameter got a gradient in the first step, so with skip_all_reduce_unused_params=True "
+        "nothing is left to reduce. Remove the flag."
+    )
+
+
+def changed_graph(where: str, name: str, promise: str) -> ReductionError:
+    """A gradient for a parameter that was promised never to get one."""
+    return ReductionError(
+        f"{where}: Your training graph has changed in this iteration: parameter '{name}' got a gradient, but it "
+        f"was not used in the first step and {promise} promises that this never changes. Remove {promise}."
+    )

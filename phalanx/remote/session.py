@@ -1,0 +1,231 @@
+"""Starting and stopping torch's RPC so that it listens where it was told to, and nowhere else.
+
+Three things listen: the store through which workers meet, the gloo group that RPC uses while it
+starts, and TensorPipe itself. By default the store listens on every interface and the other two on
+whatever the host's name resolves to. Here all three get one named address, loopback unless told
+otherwise, and the sockets are looked at afterwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import os
+import threading
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.rpc as rpc
+from torch.distributed.rendezvous import register_rendezvous_handler
+
+from phalanx.errors import ArgumentTypeError, ConfigError, RemoteError
+from phalanx.remote.interfaces import (
+    Interface,
+    find_interface,
+    listen_on,
+    listening,
+    network_identity,
+    resolve,
+)
+
+_SCHEME = "phalanx-remote"
+_LOCK = threading.Lock()
+# The store on its way to `init_rpc`, which takes stores from rendezvous handlers only.
+_MEETING: list[dist.Store] = []
+
+
+class Session:
+    """RPC as started by `init`. Leaving it as a context shuts RPC down: gracefully, waiting for all
+    workers, unless an exception is on its way out."""
+
+    def __init__(self, name: str, interface: Interface, store: dist.Store) -> None:
+        self.name = name
+        self.interface = interface
+        self._store: dist.Store | None = store
+
+    def shutdown(self, graceful: bool = True, timeout_s: float = 0.0) -> None:
+        """Stop RPC on this worker. Graceful waits for every worker to do the same; use
+        `graceful=False` when one of them has died. `timeout_s` of 0 waits without limit."""
+        if self._store is None:
+            return
+        try:
+            rpc.shutdown(graceful=graceful, timeout=timeout_s)
+        finally:
+            self._store = None
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.shutdown(graceful=error is None)
+
+
+def init(
+    name: str,
+    rank: int | None = None,
+    world_size: int | None = None,
+    *,
+    interface: str | None = None,
+    trusted_network: bool = False,
+    store: dist.Store | None = None,
+    options: rpc.TensorPipeRpcBackendOptions | None = None,
+) -> Session:
+    """Start torch's RPC as worker `name`, listening on one interface only; loopback by default.
+
+    `rank` and `world_size` default to RANK and WORLD_SIZE. Workers meet at MASTER_ADDR:MASTER_PORT,
+    where rank 0 listens, or in `store`. `interface` is a name or an IPv4 address of this host. Workers
+    on more than one host need `trusted_network=True` on every rank, which says that everybody who can
+    reach the ports may run code as this user: RPC has no authentication.
+
+    Raises ConfigError, on every rank where the mistake is one of agreement, before RPC starts.
+    """
+    own = find_interface(interface)
+    rank, world_size = _number("rank", rank, "RANK"), _number("world_size", world_size, "WORLD_SIZE")
+    options = options or rpc.TensorPipeRpcBackendOptions()
+    if options.init_method != "env://":
+        raise ConfigError(
+            f"options.init_method is {options.init_method!r}: torch would make a store that listens on every "
+            "interface. Leave it alone and set MASTER_ADDR and MASTER_PORT, or pass store=."
+        )
+    with _LOCK:
+        before = listening()
+        if store is None:
+            store = _make_store(own, rank, world_size, options.rpc_timeout)
+        _introduce(store, name, rank, world_size, trusted_network)
+        session = Session(name, own, store)
+        with _environment(TP_SOCKET_IFNAME=own.name, GLOO_SOCKET_IFNAME=own.name):
+            _start(session, store, rank, world_size, options)
+        strangers = {address for address, _ in listening() - before} - {own.address}
+    if strangers:
+        session.shutdown(graceful=False)
+        raise ConfigError(
+            f"{name}: RPC listens on {sorted(strangers)}, not only on {own.address}; it was stopped. "
+            "TensorPipe keeps the address it was first given: start it in a fresh process."
+        )
+    return session
+
+
+def _start(
+    session: Session, store: dist.Store, rank: int, world_size: int, options: rpc.TensorPipeRpcBackendOptions
+) -> None:
+    _MEETING.append(store)
+    options.init_method = f"{_SCHEME}://"
+    try:
+        rpc.init_rpc(session.name, rank=rank, world_size=world_size, rpc_backend_options=options)
+    except RuntimeError as error:
+        raise RemoteError(
+            f"{session.name} (rank {rank} of {world_size}): RPC did not start: {error}"
+        ) from error
+    finally:
+        options.init_method = "env://"
+        _MEETING.clear()
+
+
+def _hand_over(url: str, **_: Any) -> Iterator[tuple[dist.Store, int, int]]:
+    # Popped, since init_rpc keeps this generator until its next call: rank 0's store would go on listening.
+    yield _MEETING.pop(), -1, -1
+
+
+register_rendezvous_handler(_SCHEME, _hand_over)
+
+
+def _make_store(own: Interface, rank: int, world_size: int, timeout_s: float) -> dist.Store:
+    host = os.environ.get("MASTER_ADDR", own.address if own.is_loopback else "")
+    if not host:
+        raise ConfigError("MASTER_ADDR is not set: it must be rank 0's address on the interface you named.")
+    address, port = resolve(host), _number("MASTER_PORT", None, "MASTER_PORT")
+    timeout = datetime.timedelta(seconds=timeout_s or 1800)
+    if own.is_loopback and not address.startswith("127."):
+        raise ConfigError(
+            f"MASTER_ADDR {host} is {address}, and RPC listens on loopback only. For workers on several "
+            "hosts name the interface that leads to them and pass trusted_network=True."
+        )
+    # torchrun's agent serves MASTER_PORT itself, and every rank is a client of it.
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        return dist.PrefixStore(
+            f"{_SCHEME}/{attempt}", dist.TCPStore(address, port, world_size, False, timeout)
+        )
+    if rank != 0:
+        return dist.TCPStore(address, port, world_size, False, timeout)
+    if not own.is_loopback and address != own.address:
+        raise ConfigError(
+            f"MASTER_ADDR {host} is {address}, where the others look; rank 0 listens on {own.address}."
+        )
+    listener = listen_on(own.address, port)
+    return dist.TCPStore(
+        own.address,
+        port,
+        world_size,
+        True,
+        timeout,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+
+
+def _introduce(store: dist.Store, name: str, rank: int, world_size: int, trusted_network: bool) -> None:
+    """Let every rank know every other before RPC starts; raise on all ranks what they do not agree on."""
+    # Stores may be used for several sessions in turn, and all ranks take part in each.
+    turn = store.add(f"{_SCHEME}/turn/{rank}", 1)
+    # Torch puts its keys under the number of RPC starts of each process, and hangs when processes differ.
+    mine = {
+        "name": name,
+        "network": network_identity(),
+        "trusted": trusted_network,
+        "starts": rpc._init_counter,
+    }
+    store.set(f"{_SCHEME}/{turn}/{rank}", json.dumps(mine))
+    everyone = [json.loads(store.get(f"{_SCHEME}/{turn}/{other}")) for other in range(world_size)]
+    store.set(f"{_SCHEME}/{turn}/{rank}/read", "")
+    rpc._init_counter = max(other["starts"] for other in everyone)
+    disagreement = _disagreement(everyone)
+    if disagreement is not None:
+        # Rank 0 takes the store with it, and the others still have to read why.
+        store.wait([f"{_SCHEME}/{turn}/{other}/read" for other in range(world_size)])
+        raise disagreement
+
+
+def _disagreement(everyone: list[dict[str, Any]]) -> ConfigError | None:
+    names = [other["name"] for other in everyone]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        return ConfigError(f"several ranks are called {', '.join(twice)}; every worker needs its own name.")
+    networks = {other["network"] for other in everyone}
+    doubtful = [other["name"] for other in everyone if not other["trusted"]]
+    if len(networks) > 1 and doubtful:
+        return ConfigError(
+            f"the {len(everyone)} workers are on {len(networks)} hosts, and {', '.join(doubtful)} did not say "
+            "trusted_network=True. RPC has no authentication: say it only where nobody else reaches the ports."
+        )
+    return None
+
+
+@contextlib.contextmanager
+def _environment(**values: str) -> Iterator[None]:
+    saved = {key: os.environ.get(key) for key in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for key, value in saved.items():
+            if value is None:
+                os.environ.pop(key, None)
+            else:
+                os.environ[key] = value
+
+
+def _number(what: str, given: int | None, variable: str) -> int:
+    if given is None:
+        text = os.environ.get(variable)
+        if text is None or not text.isdigit():
+            raise ConfigError(f"{what} was not given and {variable} is {text!r}; expected a number.")
+        return int(text)
+    if not isinstance(given, int) or isinstance(given, bool):
+        raise ArgumentTypeError(f"{what} is a {type(given).__name__}; expected an int.")
+    return given

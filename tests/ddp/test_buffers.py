@@ -1,0 +1,113 @@
+"""Buffers: from rank 0 before forward, by a hook before or after, at the start, ignored, renamed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import phalanx
+from phalanx.ddp.buffers import BufferHookLocation
+from tests.cluster import run_ranks
+
+
+class Counting(nn.Module):
+    """Each forward shows the buffer as it found it, then makes it the rank's own."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank = rank
+        self.layer = nn.Linear(2, 2)
+        self.register_buffer("level", torch.tensor([float(rank)]))
+        self.register_buffer("kept", torch.tensor([float(rank)]))
+        self.register_buffer("flags", torch.tensor([rank % 2 == 0, True]))
+        self.seen: list[float] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.append(self.level.item())
+        self.level += 10 * (self.rank + 1)
+        return self.layer(x)
+
+
+def seen_levels(rank: int, world: int, mode: str) -> tuple[list[float], float, list[bool], float]:
+    model = Counting(rank)
+    phalanx.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["kept"])
+    options: dict[str, Any] = {}
+    if mode == "off at forward":
+        options = {"forward_sync_buffers": False}
+    elif mode == "off everywhere":
+        options = {"broadcast_buffers": False}
+    with pytest.warns(FutureWarning) if mode == "off everywhere" else _nothing():
+        wrapped = phalanx.DistributedDataParallel(model, **options)
+    if mode == "hook after":
+        wrapped._register_buffer_comm_hook(None, _average, BufferHookLocation.POST_FORWARD)
+    for step in range(3):
+        if step == 1 and mode == "reassigned":
+            model.level = torch.tensor([100.0 * (rank + 1)])
+        wrapped(torch.ones(1, 2)).sum().backward()
+    return model.seen, model.level.item(), model.flags.tolist(), model.kept.item()
+
+
+class _nothing:
+    def __enter__(self) -> None: ...
+    def __exit__(self, *_: object) -> None: ...
+
+
+def _average(state: Any, buffers: dict[str, torch.Tensor]) -> list[torch.futures.Future[Any]]:
+    works = []
+    for name, buffer in buffers.items():
+        if name == "level":
+            buffer.div_(dist.get_world_size())
+            works.append(dist.all_reduce(buffer, async_op=True).get_future())
+    return works
+
+
+EXPECTED = {
+    "plain": ([[0, 10, 20], [0, 10, 20]], [30, 40]),
+    "off at forward": ([[0, 10, 20], [0, 20, 40]], [30, 60]),
+    "off everywhere": ([[0, 10, 20], [1, 21, 41]], [30, 61]),
+    "reassigned": ([[0, 100, 110], [0, 100, 110]], [120, 130]),
+    "hook after": ([[0, 15, 30], [0, 15, 30]], [45, 45]),
+}
+
+
+@pytest.mark.parametrize("mode", EXPECTED)
+def test_buffers_are_synchronised_where_asked_for(mode: str) -> None:
+    seen, final = EXPECTED[mode]
+    for rank, (levels, level, flags, kept) in enumerate(run_ranks(2, seen_levels, mode)):
+        assert levels == seen[rank] and level == final[rank]
+        assert kept == rank, "an ignored buffer is never touched"
+        assert flags == ([True, True] if rank == 0 or mode != "off everywhere" else [False, True])
+
+
+def two_forwards(rank: int, world: int) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    wrapped = phalanx.DistributedDataParallel(model)
+    torch.manual_seed(rank)
+    for _ in range(2):
+        wrapped.zero_grad()
+        first, second = wrapped(torch.randn(8, 4)), wrapped(torch.randn(8, 4))
+        (first.mean() + second.pow(2).mean()).backward()
+    return [param.grad.clone() for param in model.parameters()]
+
+
+def test_batchnorm_survives_two_forwards_before_one_backward() -> None:
+    first, second = run_ranks(2, two_forwards)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def silent_forward(rank: int, world: int) -> None:
+    model = Counting(rank)
+    wrapped = phalanx.DistributedDataParallel(model)
+    if rank == 0:  # alone: would hang or fail if forward under no_grad communicated
+        with torch.no_grad():
+            wrapped(torch.ones(1, 2))
+    dist.barrier()
+
+
+def test_forward_without_gradients_touches_no_communication() -> None:
+    run_ranks(2, silent_forward)

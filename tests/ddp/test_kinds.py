@@ -1,0 +1,112 @@
+"""Dtypes, shapes and layouts: sparse, half, double, complex, empty, scalar, channels_last, mixed."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import phalanx
+from tests.cluster import run_ranks
+
+
+class Mixture(nn.Module):
+    """One parameter of each kind; the loss touches them all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.p_single = nn.Parameter(torch.randn(5, 3))
+        self.p_double = nn.Parameter(torch.randn(4, dtype=torch.float64))
+        self.p_half = nn.Parameter(torch.randn(6).half())
+        self.p_brain = nn.Parameter(torch.randn(7).bfloat16())
+        self.p_complex = nn.Parameter(torch.randn(3, dtype=torch.complex64))
+        self.scalar = nn.Parameter(torch.randn(()))
+        self.empty = nn.Parameter(torch.randn(0, 4))
+        self.images = nn.Parameter(torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last))
+        self.turned = nn.Parameter(torch.randn(4, 6).t())
+        self.gapped = nn.Parameter(torch.randn(6, 8)[:, ::2])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        total = x.sum() * 0
+        for name, param in self.named_parameters():
+            values = torch.view_as_real(param) if param.is_complex() else param
+            total = total + (values.double() * (1 + len(name)) * x.double().mean()).pow(2).sum() * 1e-2
+        return total
+
+
+def mixture_grads(rank: int, world: int, views: bool) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    wrapped = phalanx.DistributedDataParallel(Mixture(), gradient_as_bucket_view=views, bucket_cap_mb=0.0005)
+    for _ in range(3):
+        wrapped.zero_grad()
+        wrapped(torch.full((2,), 1.0 + rank)).backward()
+    for param in wrapped.parameters():
+        if param.is_contiguous() or param.is_contiguous(memory_format=torch.channels_last):
+            assert param.grad.stride() == param.stride()
+    return [param.grad.clone() for param in wrapped.parameters()]
+
+
+@pytest.mark.parametrize("views", [False, True], ids=["copies", "views"])
+@pytest.mark.parametrize("world", [2, 3])
+def test_every_kind_of_parameter_gets_the_mean_in_its_own_dtype(world: int, views: bool) -> None:
+    results = run_ranks(world, mixture_grads, views)
+    torch.manual_seed(0)
+    alone = Mixture()
+    grads = []
+    for rank in range(world):
+        model = copy.deepcopy(alone)
+        model(torch.full((2,), 1.0 + rank)).backward()
+        grads.append([param.grad for param in model.parameters()])
+    for i, param in enumerate(alone.parameters()):
+        got = results[0][i]
+        assert got.dtype == param.dtype and got.shape == param.shape
+        assert all(torch.equal(got, other[i]) for other in results)
+        want = sum(g[i].to(torch.complex128 if param.is_complex() else torch.float64) for g in grads) / world
+        loose = {torch.float16: 2e-3, torch.bfloat16: 2e-2}.get(param.dtype, 1e-5)
+        torch.testing.assert_close(got.to(want.dtype), want, rtol=loose, atol=loose)
+
+
+class Words(nn.Module):
+    def __init__(self, functional: bool = False) -> None:
+        super().__init__()
+        self.table = nn.Embedding(10, 4, sparse=not functional)
+        self.functional = functional
+        self.spare = nn.Embedding(10, 4, sparse=True)
+        self.use_spare = False
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        if self.functional:  # nobody can see from outside that this gradient is sparse
+            found = nn.functional.embedding(tokens, self.table.weight, sparse=True)
+        else:
+            found = self.table(tokens)
+        return (found + self.spare(tokens)).sum() if self.use_spare else found.sum()
+
+
+def sparse_grads(rank: int, world: int, functional: bool) -> None:
+    torch.manual_seed(0)
+    model = Words(functional)
+    wrapped = phalanx.DistributedDataParallel(model, on_unused="ignore")
+    for step in range(3):
+        wrapped.zero_grad()
+        model.use_spare = step == 1 and rank == 0
+        wrapped(torch.tensor([rank, 5, 5])).backward()
+        expected = torch.zeros(10, 4)
+        for other in range(world):
+            expected[other] += 1 / world
+        expected[5] += 2
+        assert model.table.weight.grad.is_sparse != functional
+        torch.testing.assert_close(model.table.weight.grad.to_dense(), expected)
+        if step == 1:
+            spare = torch.zeros(10, 4)
+            spare[0], spare[5] = 1 / world, 2 / world
+            torch.testing.assert_close(model.spare.weight.grad.to_dense(), spare)
+        else:
+            assert model.spare.weight.grad is None
+
+
+@pytest.mark.parametrize("functional", [False, True], ids=["declared", "undeclared"])
+@pytest.mark.parametrize("world", [2, 3])
+def test_sparse_gradients_are_averaged_and_unused_ones_left_alone(world: int, functional: bool) -> None:
+    run_ranks(world, sparse_grads, functional)

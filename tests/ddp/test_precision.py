@@ -1,0 +1,112 @@
+"""Mixed precision on CPU with bfloat16: low inside, full outside, also with checkpointing and accumulation."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import phalanx
+from tests.cluster import run_ranks
+
+LOW = torch.bfloat16
+
+
+class Watching(nn.Module):
+    def __init__(self, recompute: str) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 16), nn.Linear(16, 4)
+        self.norm = nn.BatchNorm1d(16)
+        self.recompute = recompute
+        self.inside: list[torch.dtype] = []
+
+    def body(self, x: torch.Tensor) -> torch.Tensor:
+        self.inside += [x.dtype, self.a.weight.dtype, self.norm.running_mean.dtype]
+        return torch.relu(self.a(x))
+
+    def forward(self, x: torch.Tensor, scale: dict[str, Any]) -> torch.Tensor:
+        if self.recompute == "no":
+            hidden = self.body(x)
+        else:
+            hidden = checkpoint(self.body, x, use_reentrant=self.recompute == "reentrant")
+        return self.b(self.norm(hidden)) * scale["by"]
+
+
+def train(rank: int, world: int, reduce_dtype: torch.dtype | None, recompute: str, accumulate: bool) -> list[Any]:
+    torch.manual_seed(0)
+    model = Watching(recompute)
+    config = phalanx.MixedPrecision(param_dtype=LOW, reduce_dtype=reduce_dtype, buffer_dtype=LOW)
+    wrapped = phalanx.DistributedDataParallel(model, mixed_precision=config, bucket_cap_mb=0.0001)
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+    torch.manual_seed(rank)
+    for _ in range(4):
+        optimizer.zero_grad()
+        if accumulate:
+            with wrapped.no_sync():
+                wrapped(torch.randn(8, 8), {"by": torch.ones(1)}).float().pow(2).mean().backward()
+        x = torch.randn(8, 8, requires_grad=recompute == "reentrant")
+        output = wrapped(x, {"by": torch.ones(1)})
+        assert output.dtype == LOW
+        _assert_full(wrapped)
+        output.float().pow(2).mean().backward()
+        _assert_full(wrapped)
+        optimizer.step()
+    assert set(model.inside) == {LOW}
+    expected = reduce_dtype or LOW
+    assert {bucket.flat.dtype for bucket in wrapped.reducer.buckets} == {expected}
+    with torch.no_grad():
+        wrapped(torch.randn(8, 8), {"by": torch.ones(1)})
+    _assert_full(wrapped)
+    return [param.detach().clone() for param in model.parameters()]
+
+
+def _assert_full(wrapped: nn.Module) -> None:
+    assert {param.dtype for param in wrapped.parameters()} == {torch.float32}
+    assert {value.dtype for value in wrapped.state_dict().values() if value.is_floating_point()} == {torch.float32}
+    assert {p.grad.dtype for p in wrapped.parameters() if p.grad is not None} <= {torch.float32}
+
+
+@pytest.mark.parametrize("reduce_dtype", [None, torch.float32], ids=str)
+@pytest.mark.parametrize("recompute", ["no", "plain", "reentrant"])
+@pytest.mark.parametrize("accumulate", [False, True], ids=["every step", "accumulating"])
+def test_parameters_are_low_inside_and_full_outside(
+    reduce_dtype: torch.dtype | None, recompute: str, accumulate: bool
+) -> None:
+    results = run_ranks(2, train, reduce_dtype, recompute, accumulate)
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True)), "replicas stay identical"
+    plain = run_ranks(2, train, reduce_dtype, "no", accumulate)
+    if recompute == "plain":
+        assert all(torch.equal(a, b) for a, b in zip(results[0], plain[0], strict=True))
+
+
+def low_buffers(rank: int, world: int) -> tuple[torch.dtype, torch.dtype, bool]:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    seen: list[torch.dtype] = []
+    model[1].register_forward_pre_hook(lambda module, inputs: seen.append(module.running_mean.dtype))
+    config = phalanx.MixedPrecision(param_dtype=LOW, buffer_dtype=LOW)
+    wrapped = phalanx.DistributedDataParallel(model, mixed_precision=config)
+    before = model[1].running_mean.clone()
+    wrapped(torch.randn(8, 4)).float().sum().backward()
+    return seen[0], model[1].running_mean.dtype, bool((model[1].running_mean != before).any())
+
+
+def test_buffers_are_low_inside_and_keep_what_forward_did_to_them() -> None:
+    assert run_ranks(1, low_buffers) == [(LOW, torch.float32, True)]
+
+
+def views_asked_for(rank: int, world: int) -> None:
+    with pytest.warns(UserWarning, match="gradient_as_bucket_view=True has no effect"):
+        phalanx.DistributedDataParallel(
+            nn.Linear(2, 2), mixed_precision=phalanx.MixedPrecision(LOW), gradient_as_bucket_view=True
+        )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        phalanx.DistributedDataParallel(nn.Linear(2, 2), mixed_precision=phalanx.MixedPrecision(LOW))
+
+
+def test_views_that_cannot_be_are_said_so() -> None:
+    run_ranks(1, views_asked_for)

@@ -1,0 +1,96 @@
+"""The weighted mean: unequal numbers of tokens or samples, carried in the bucket itself."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import phalanx
+from phalanx.comm.hooks import allreduce_hook
+from tests.cluster import run_ranks
+
+
+def weighted(rank: int, world: int, weights: list[float], dtype: torch.dtype, views: bool, hook: bool) -> torch.Tensor:
+    torch.manual_seed(0)
+    model = nn.Linear(6, 2).to(dtype)
+    wrapped = phalanx.DistributedDataParallel(model, gradient_as_bucket_view=views)
+    if hook:
+        wrapped.register_comm_hook(None, allreduce_hook)
+    for step in range(3):
+        wrapped.zero_grad()
+        torch.manual_seed(10 * step + rank)
+        loss = wrapped(torch.randn(4, 6, dtype=dtype)).pow(2).mean()
+        with wrapped.weight(weights[rank]):
+            loss.backward()
+    return model.weight.grad.clone()
+
+
+def reference(weights: list[float], dtype: torch.dtype) -> torch.Tensor:
+    total = torch.zeros(2, 6, dtype=torch.float64)
+    for rank, weight in enumerate(weights):
+        torch.manual_seed(0)
+        model = nn.Linear(6, 2).to(dtype)
+        torch.manual_seed(20 + rank)
+        model(torch.randn(4, 6, dtype=dtype)).pow(2).mean().backward()
+        total += model.weight.grad.double() * weight
+    return total / sum(weights)
+
+
+@pytest.mark.parametrize("weights", [[3, 1, 2], [0, 7, 7], [1000003, 1, 65536], [0.5, 0.25, 2.0], [5, 5, 5]], ids=str)
+@pytest.mark.parametrize("views", [False, True], ids=["copies", "views"])
+def test_gradients_are_the_weighted_mean(weights: list[float], views: bool) -> None:
+    results = run_ranks(3, weighted, weights, torch.float32, views, False)
+    for result in results:
+        assert torch.equal(result, results[0])
+        torch.testing.assert_close(result.double(), reference(weights, torch.float32), rtol=1e-5, atol=1e-6)
+
+
+def test_weights_are_exact_in_low_precision_and_beside_a_hook() -> None:
+    for dtype, hook, tolerance in ((torch.bfloat16, False, 2e-2), (torch.float32, True, 1e-5)):
+        results = run_ranks(2, weighted, [12345, 54321], dtype, False, hook)
+        torch.testing.assert_close(
+            results[0].double(), reference([12345, 54321], dtype), rtol=tolerance, atol=tolerance
+        )
+        assert torch.equal(*results)
+
+
+def one_rank_gives_a_weight(rank: int, world: int) -> torch.Tensor:
+    model = nn.Linear(1, 1, bias=False)
+    wrapped = phalanx.DistributedDataParallel(model)
+    loss = wrapped(torch.full((1, 1), float(rank + 1))).sum()
+    if rank == 0:
+        with wrapped.weight(3):
+            loss.backward()
+    else:
+        loss.backward()
+    return model.weight.grad
+
+
+def test_a_rank_that_gives_no_weight_counts_one() -> None:
+    results = run_ranks(2, one_rank_gives_a_weight)
+    for result in results:
+        torch.testing.assert_close(result, torch.tensor([[(3 * 1.0 + 1 * 2.0) / 4]]))
+
+
+def bad_weights(rank: int, world: int) -> None:
+    wrapped = phalanx.DistributedDataParallel(nn.Linear(2, 2))
+    for bad in (-1, float("nan"), float("inf"), "many", True, None):
+        with pytest.raises(phalanx.PhalanxError, match="weight"), wrapped.weight(bad):  # type: ignore[arg-type]
+            pass
+
+
+def test_weights_that_make_no_mean_are_refused() -> None:
+    run_ranks(1, bad_weights)
+
+
+def nobody_has_anything(rank: int, world: int) -> None:
+    model = nn.Linear(2, 2)
+    wrapped = phalanx.DistributedDataParallel(model)
+    with wrapped.weight(0):
+        wrapped(torch.ones(1, 2)).sum().backward()
+    assert torch.equal(model.weight.grad, torch.zeros(2, 2))
+
+
+def test_weights_of_zero_everywhere_give_zero_gradients() -> None:
+    run_ranks(2, nobody_has_anything)

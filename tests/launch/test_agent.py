@@ -1,0 +1,144 @@
+"""Real workers started by the agent: output, failure, restart, and several hosts."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from phalanx.errors import ConfigError
+from phalanx.launch.agent import LaunchSettings, Outcome, launch
+from phalanx.launch.rundir import RunDirectory
+
+pytestmark = pytest.mark.timeout(60)
+
+PREAMBLE = """
+import os, sys, time
+import torch, torch.distributed as dist
+from phalanx.launch.worker import init
+"""
+
+
+def script(folder: Path, body: str, name: str = "train.py") -> Path:
+    path = folder / name
+    path.write_text(PREAMBLE + textwrap.dedent(body))
+    return path
+
+
+class Launched:
+    """A run in a folder, with what it said."""
+
+    def __init__(self, folder: Path, body: str, *arguments: str, nproc: int = 2, **options: object) -> None:
+        self.directory = RunDirectory.create(folder / "runs", "train")
+        self.lines: list[tuple[int, str, str]] = []
+        settings = LaunchSettings((str(script(folder, body)), *arguments), nproc, **options)  # type: ignore[arg-type]
+        self.outcome: Outcome = launch(settings, self.directory, lambda *line: self.lines.append(line))
+
+    def said(self, rank: int, stream: str = "stdout") -> list[str]:
+        return [line for who, where, line in self.lines if (who, where) == (rank, stream)]
+
+
+def test_every_rank_runs_with_its_arguments_and_its_lines_arrive_and_are_kept(tmp_path: Path) -> None:
+    body = """
+    worker = init()
+    print(worker.rank, worker.world, sys.argv[1:], __name__, os.path.basename(__file__))
+    print("warning", file=sys.stderr)
+    sys.stdout.write("no end of line")
+    """
+    run = Launched(tmp_path, body, "--lr", "0.1")
+    assert run.outcome.exitcode == 0 and run.outcome.failure is None
+    for rank in range(2):
+        assert run.said(rank) == [f"{rank} 2 ['--lr', '0.1'] __main__ train.py", "no end of line"]
+        assert "warning" in run.said(rank, "stderr")
+        assert "no end of line" in run.directory.rank(0, rank).stdout.read_text()
+    assert run.directory.facts()["state"] == "finished"
+
+
+def test_the_first_failure_is_told_with_what_the_others_were_doing(tmp_path: Path) -> None:
+    body = """
+    worker = init("gloo")
+    def load_batch():
+        time.sleep(60)
+    def train():
+        if worker.rank == 1:
+            time.sleep(0.3)
+            raise ValueError("label 7 is out of range")
+        load_batch()
+    train()
+    """
+    run = Launched(tmp_path, body)
+    failure = run.outcome.failure
+    assert failure is not None and run.outcome.exitcode == 1
+    assert failure.first.rank == 1 and failure.first.message == "ValueError: label 7 is out of range"
+    assert "bootstrap.py" not in failure.first.traceback and "in train" in failure.first.traceback
+    assert failure.others[0].doing == "in load_batch (train.py:8)"
+    facts = json.loads((run.directory.root / "run.json").read_text())
+    assert facts["state"] == "failed" and facts["failure"]["rank"] == 1
+
+
+def test_a_killed_rank_is_named_and_not_the_peer_that_noticed(tmp_path: Path) -> None:
+    body = """
+    worker = init("gloo")
+    if worker.rank == 0:
+        os.kill(os.getpid(), 9)
+    dist.all_reduce(torch.ones(1))
+    """
+    failure = Launched(tmp_path, body).outcome.failure
+    assert failure is not None and (failure.first.rank, failure.first.how) == (0, "killed by SIGKILL")
+
+
+def test_a_restart_gets_a_new_attempt(tmp_path: Path) -> None:
+    body = """
+    print("attempt", os.environ["TORCHELASTIC_RESTART_COUNT"])
+    sys.exit(3 if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" else 0)
+    """
+    run = Launched(tmp_path, body, nproc=1, max_restarts=1)
+    assert run.outcome.exitcode == 0
+    assert run.said(0) == ["attempt 0", "attempt 1"]
+    assert run.directory.last_attempt() == run.directory.attempt(1)
+
+
+def test_tracing_holds_warnings_and_the_failure(tmp_path: Path) -> None:
+    body = """
+    import warnings
+    warnings.warn("slow path")
+    raise KeyError("x")
+    """
+    run = Launched(tmp_path, body, nproc=1, tracing=True)
+    text = (run.directory.attempt(0) / "trace-rank00000.jsonl").read_text()
+    assert "UserWarning: slow path" in text and "KeyError: 'x'" in text
+
+
+@pytest.mark.parametrize("numbered", [True, False])
+def test_two_hosts_meet_at_an_endpoint(tmp_path: Path, numbered: bool) -> None:
+    path = script(tmp_path, "worker = init('gloo'); print('rank', worker.rank, 'of', worker.world)")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
+    hosts = []
+    for number in range(2):
+        command = [sys.executable, "-m", "phalanx.cli.main", "run", "--nproc", "1", "--nnodes", "2"]
+        command += ["--endpoint", endpoint, "--run-dir", str(tmp_path / f"host{number}")]
+        command += ["--node-rank", str(number)] if numbered else []
+        hosts.append(subprocess.Popen([*command, str(path)], stdout=subprocess.PIPE, text=True))
+    said = sorted(host.communicate(timeout=50)[0].strip().split("│ ")[-1] for host in hosts)
+    assert said == ["rank 0 of 2", "rank 1 of 2"] and [host.returncode for host in hosts] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"nproc": 0}, "at least one worker"),
+        ({"nproc": 1, "max_nodes": 2}, "need a meeting point"),
+        ({"nproc": 1, "min_nodes": 3, "max_nodes": 2, "endpoint": "a:1"}, "hosts must be 1 or more"),
+        ({"nproc": 1, "max_nodes": 2, "endpoint": "a:1", "node_rank": 2}, "host number 2"),
+    ],
+)
+def test_settings_that_cannot_be_met_are_refused(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        LaunchSettings(("train.py",), **options)  # type: ignore[arg-type]

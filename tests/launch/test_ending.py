@@ -1,0 +1,94 @@
+"""However a run ends, nothing it started lives on."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.timeout(60)
+
+FOREVER = """
+import os, signal, subprocess, sys, time
+if "deaf" in sys.argv:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+child = subprocess.Popen(["sleep", "600"])
+print("alive", os.getpid(), child.pid, flush=True)
+while True:
+    time.sleep(0.1)
+"""
+
+
+def alive(pid: int) -> bool:
+    """Whether the process still runs; one that waits to be reaped by a lazy init does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+class Forever:
+    """`phalanx run` of a script that never ends, once every worker has said so."""
+
+    def __init__(self, folder: Path, *arguments: str) -> None:
+        (folder / "forever.py").write_text(FOREVER)
+        command = [
+            sys.executable,
+            "-m",
+            "phalanx.cli.main",
+            "run",
+            "--nproc",
+            "2",
+            "--grace",
+            "1",
+            "--run-dir",
+        ]
+        command += [str(folder / "runs"), str(folder / "forever.py"), *arguments]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        assert self.process.stdout is not None
+        lines = [self.process.stdout.readline() for _ in range(2)]
+        self.workers, self.children = [], []
+        for line in lines:
+            found = re.search(r"alive (\d+) (\d+)", line)
+            assert found is not None, line
+            self.workers.append(int(found[1]))
+            self.children.append(int(found[2]))
+
+    def end(self, number: signal.Signals) -> tuple[float, str]:
+        started = time.monotonic()
+        self.process.send_signal(number)
+        _, errors = self.process.communicate(timeout=30)
+        return time.monotonic() - started, errors
+
+
+def wait_until_gone(pids: list[int], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while any(map(alive, pids)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert [pid for pid in pids if alive(pid)] == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("mood", ["polite", "deaf"])
+def test_a_signal_ends_workers_and_their_children(tmp_path: Path, number: signal.Signals, mood: str) -> None:
+    run = Forever(tmp_path, mood)
+    seconds, errors = run.end(number)
+    assert run.process.returncode == 128 + number
+    wait_until_gone(run.workers + run.children, 0.5)
+    assert f"ended by {number.name}" in errors and "Traceback" not in errors
+    assert seconds < 10
+
+
+def test_workers_do_not_outlive_a_killed_launcher(tmp_path: Path) -> None:
+    run = Forever(tmp_path)
+    run.end(signal.SIGKILL)
+    wait_until_gone(run.workers, 2)
+    for child in run.children:
+        os.kill(child, signal.SIGKILL)

@@ -1,0 +1,107 @@
+"""Cause and consequence, from files such as ranks leave behind."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+from phalanx.errors import CollectiveTimeout, PeerFailure
+from phalanx.launch.bootstrap import is_consequence
+from phalanx.launch.failure import describe, read_stacks, summarize
+from phalanx.launch.rundir import RunDirectory
+
+STACKS = """main thread 0x0000700000000001
+Thread 0x0000700000000002 (most recent call first):
+  File "/usr/lib/python3.11/threading.py", line 327 in wait
+
+Current thread 0x0000700000000001 (most recent call first):
+  File "/x/site-packages/torch/distributed/distributed_c10d.py", line 3252 in all_reduce
+  File "/x/site-packages/torch/distributed/c10d_logger.py", line 83 in wrapper
+  File "/home/me/train.py", line 41 in step
+  File "/home/me/train.py", line 99 in <module>
+"""
+
+
+def write_error(
+    directory: RunDirectory, rank: int, message: str, at_ns: int, consequence: bool = False
+) -> None:
+    record: dict[str, Any] = {
+        "message": {"message": message, "extraInfo": {"py_callstack": f"Traceback of rank {rank}"}},
+        "phalanx": {"at_ns": at_ns, "consequence": consequence, "doing": [["/home/me/train.py", 5, "step"]]},
+    }
+    directory.rank(0, rank).error.write_text(json.dumps(record))
+
+
+def test_the_earliest_exception_is_the_cause(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path)
+    write_error(directory, 0, "ValueError: late", 200)
+    write_error(directory, 1, "ValueError: early", 100)
+    summary = summarize(directory, 0, {0: 1, 1: 1})
+    assert (
+        summary is not None and summary.first.rank == 1 and summary.first.traceback == "Traceback of rank 1"
+    )
+    assert summary.others[0].message == "ValueError: late"
+
+
+def test_a_rank_that_blames_its_peer_is_not_the_cause_even_when_first(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path)
+    write_error(directory, 0, "PeerFailure: rank 1 died", 100, consequence=True)
+    write_error(directory, 1, "KeyError: 'x'", 200)
+    summary = summarize(directory, 0, {0: 1, 1: 1})
+    assert summary is not None and summary.first.rank == 1
+
+
+def test_a_killed_rank_is_the_cause_though_it_left_no_word(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path)
+    write_error(directory, 0, "RuntimeError: connection closed by peer", 100, consequence=True)
+    directory.rank(0, 1).stderr.write_text("last words\n")
+    directory.rank(0, 2).stacks.write_text(STACKS)
+    summary = summarize(directory, 0, {0: 1, 1: -signal.SIGKILL, 2: -signal.SIGTERM})
+    assert summary is not None and summary.first.rank == 1
+    assert summary.first.how == "killed by SIGKILL" and summary.first.traceback == "last words"
+    assert summary.others[1].doing == "in all_reduce, called from step (train.py:41)"
+
+
+def test_a_rank_that_exits_with_a_code_shows_its_last_lines(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path)
+    directory.rank(0, 0).stderr.write_text("".join(f"line {n}\n" for n in range(40)))
+    summary = summarize(directory, 0, {0: 3, 1: 0})
+    assert summary is not None and summary.first.how == "exit code 3"
+    assert summary.first.traceback.splitlines()[-1] == "line 39"
+    assert json.loads(json.dumps(summary.as_facts()))["others"] == [
+        {"rank": 1, "how": "exit code 0", "message": "", "doing": ""}
+    ]
+
+
+def test_no_failure_no_summary(tmp_path: Path) -> None:
+    assert summarize(RunDirectory(tmp_path), 0, {0: 0, 1: 0}) is None
+
+
+def test_a_damaged_record_is_read_as_none(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path)
+    directory.rank(0, 0).error.write_text('{"mess')
+    summary = summarize(directory, 0, {0: 1})
+    assert summary is not None and summary.first.message == "exit code 1"
+
+
+def test_stacks_of_the_main_thread_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "stacks.txt"
+    path.write_text(STACKS)
+    assert [name for _, _, name in read_stacks(path)] == ["all_reduce", "wrapper", "step", "<module>"]
+    assert read_stacks(tmp_path / "missing") == []
+
+
+def test_frames_in_words() -> None:
+    assert describe([]) == ""
+    assert (
+        describe([("/home/me/data.py", 5, "load"), ("/home/me/train.py", 9, "main")]) == "in load (data.py:5)"
+    )
+
+
+def test_errors_that_say_a_peer_went_first() -> None:
+    assert is_consequence(PeerFailure("rank 1 died", [1]))
+    assert is_consequence(CollectiveTimeout("rank 1 silent", [1]))
+    assert is_consequence(RuntimeError("[pair.cc:553] Connection closed by peer [127.0.0.1]:31432"))
+    assert not is_consequence(RuntimeError("shape mismatch"))
