@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import hypothesis
 import pytest
 
-from tests.cluster.leaks import Snapshot, find_leaks, take_snapshot
+from tests.cluster.leaks import Leak, Snapshot, find_leaks, take_snapshot
 from tests.cluster.pool import stop_pool
 
 # Before anything imports torch: the machine is shared with the workers.
@@ -32,7 +32,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
     # Hooks in place of a fixture: the look must come after every fixture of the test is gone.
     yield
-    allowed = {kind for marker in item.iter_markers("allow_leaks") for kind in marker.args}
+    allowed = {Leak(kind) for marker in item.iter_markers("allow_leaks") for kind in marker.args}
     leaks = find_leaks(item.stash[_BEFORE], allowed)
     if leaks:
         pytest.fail("the test left behind, in the pytest process:\n" + "\n".join(leaks), pytrace=False)

@@ -176,6 +176,11 @@ def test_a_pooled_rank_that_dies_is_reported_with_its_exit_code() -> None:
         run_ranks(2, _exit_on, 7)
 
 
+def test_a_kind_of_leak_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(ValueError, match="'thread' is not a valid Leak"):
+        run_ranks(1, _see_what_is_left, allow_leaks=["thread"])
+
+
 def _give_back_a_lock(rank: int, world: int) -> Any:
     return threading.Lock()
 
@@ -322,29 +327,36 @@ def _soon_gone(pid: int, limit_s: float = 10.0) -> bool:
     return False
 
 
+def _print_and_die(rank: int, world: int) -> None:
+    print(f"last words of rank {rank}")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 SESSION_THAT_IS_KILLED = """
 import os, signal
-from tests.cluster import run_ranks
+from tests.cluster import run_ranks, spawn_ranks
 from tests.cluster.pool import _workers
-from tests.test_cluster import _see_what_is_left
+from tests.test_cluster import _print_and_die, _see_what_is_left
 if __name__ == "__main__":
+    spawn_ranks(1, _print_and_die, backend=None)
     run_ranks(2, _see_what_is_left, backend=None)
     print(*(worker.pid for worker in _workers), flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_workers_die_with_a_killed_test_run(tmp_path: Path) -> None:
+def test_a_killed_test_run_leaves_no_worker_and_has_all_that_was_printed(tmp_path: Path) -> None:
     script = tmp_path / "session.py"
     script.write_text(SESSION_THAT_IS_KILLED)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
     killed = subprocess.run(
-        [sys.executable, script], env=environment, stdout=subprocess.PIPE, timeout=60, check=False
+        [sys.executable, script], env=environment, stdout=subprocess.PIPE, text=True, timeout=60, check=False
     )
-    pids = [int(word) for word in killed.stdout.split()]
+    printed, pids = killed.stdout.splitlines()
     assert killed.returncode == -signal.SIGKILL
-    assert len(pids) == 2
-    assert all(_soon_gone(pid) for pid in pids)
+    assert printed == "last words of rank 0"
+    assert len(pids.split()) == 2
+    assert all(_soon_gone(int(pid)) for pid in pids.split())
 
 
 TESTS_THAT_LEAK = """

@@ -74,10 +74,11 @@ def _touched_names(source: str, module: str, is_package: bool = False) -> Iterat
     """Line and dotted name of everything a module imports, or reaches through what it imported."""
     tree = ast.parse(source)
     local: dict[str, str] = {}
-    for node in ast.walk(tree):
-        for name, target in _bindings(node, module, is_package):
+    statements = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+    for statement in statements:
+        for name, target in _bindings(statement, module, is_package):
             local[name] = target
-            yield node.lineno, target
+            yield statement.lineno, target
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and (dotted := _dotted(node)) is not None:
             first, _, rest = dotted.partition(".")
@@ -89,7 +90,9 @@ def _touched_names(source: str, module: str, is_package: bool = False) -> Iterat
                 yield node.lineno, str(node.args[0].value)
 
 
-def _bindings(node: ast.AST, module: str, is_package: bool) -> Iterator[tuple[str, str]]:
+def _bindings(
+    node: ast.Import | ast.ImportFrom, module: str, is_package: bool
+) -> Iterator[tuple[str, str]]:
     """The local names that an import statement makes, and what each stands for."""
     if isinstance(node, ast.Import):
         for alias in node.names:
@@ -97,7 +100,7 @@ def _bindings(node: ast.AST, module: str, is_package: bool) -> Iterator[tuple[st
             if not alias.asname:
                 # `import a.b` binds only `a`, but it does import `a.b`; a name nobody can write.
                 yield f"{alias.name} (import)", alias.name
-    elif isinstance(node, ast.ImportFrom):
+    else:
         base = node.module or ""
         if node.level:
             parents = ["phalanx", *module.split(".")] if module else ["phalanx"]

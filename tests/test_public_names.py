@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import inspect
 import pkgutil
+import tomllib
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -12,7 +14,11 @@ import pytest
 import phalanx
 
 # Sorted. A name that goes in here needs a docstring and a line in CHANGELOG.md.
-PUBLIC_NAMES: list[str] = []
+PUBLIC_NAMES: list[str] = [
+    "DistributedDataParallel",
+    "MixedPrecision",
+    "PhalanxError",
+]
 
 
 def _public_members(owner: type) -> list[str]:
@@ -43,9 +49,14 @@ def test_public_name_is_documented(name: str) -> None:
         assert not bare, f"phalanx.{name}: members without a docstring: {bare}"
 
 
+def test_version_is_the_one_of_the_project() -> None:
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    assert phalanx.__version__ == project["version"]
+
+
 def test_every_module_says_what_it_owns_and_lists_only_what_it_has() -> None:
     for module in _modules():
-        source = inspect.getsource(module)
-        assert module.__doc__ or not source.strip(), f"{module.__name__} has no docstring"
+        is_empty = module.__file__ is None or not Path(module.__file__).read_text().strip()
+        assert module.__doc__ or is_empty, f"{module.__name__} has no docstring"
         missing = [name for name in getattr(module, "__all__", []) if not hasattr(module, name)]
         assert not missing, f"{module.__name__}.__all__ lists {missing}, which it does not have"

@@ -89,7 +89,7 @@ class Patience:
         if not missing:
             return CommunicationError(f"{me}: the collective failed though every rank answers: {words}")
         who = ", ".join(map(str, missing))
-        if "imed out" in words or isinstance(error, TimeoutError):
+        if "imed out" in words or "timeout" in words.lower() or isinstance(error, TimeoutError):
             return CollectiveTimeout(
                 f"{me}: no answer from rank {who} within the group's time limit of {self._timeout_s:.0f} s. "
                 f"Look at what that rank was doing, or give the group a longer timeout. ({words})",

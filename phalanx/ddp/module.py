@@ -8,7 +8,7 @@ same time, with the same model and arguments; construction compares that before 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -31,6 +31,7 @@ from .agreement import verify_same
 from .bucket import LiveBucket
 from .buffers import BufferHookLocation, BufferSync
 from .delayed import DelayedReduction
+from .frames import call, hides_from_dynamo, transparent, untraced
 from .join import ShadowTraining, announce_reduction, common_rank
 from .precision import LowPrecision, MixedPrecision
 from .reducer import Reducer, ReducerOptions
@@ -50,6 +51,10 @@ _TRANSIENT = frozenset(
 
 def _step_bucket(optimizer: InBackward | TorchInBackward, bucket: LiveBucket) -> None:
     optimizer.gradients_ready(bucket.params)
+
+
+def _activate(wrapper: Any, cut_mark: str | None) -> None:
+    TorchNames._active_ddp_module, TorchNames._active_cut_mark = wrapper, cut_mark
 
 
 class DistributedDataParallel(TorchNames, torch.nn.Module, Joinable):
@@ -194,19 +199,47 @@ class DistributedDataParallel(TorchNames, torch.nn.Module, Joinable):
 
     # -- forward -------------------------------------------------------------------------------
 
+    @transparent
+    # Under torch.compile the wrapped module is compiled, the wrapper is not: what it does around the module
+    # talks to other ranks. Private, because the public decorator imports the whole compiler with this module.
+    @torch._disable_dynamo(recursive=False)
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         with torch.autograd.profiler.record_function("DistributedDataParallel.forward"):
             inputs, kwargs = self._before_forward(inputs, kwargs)
-            low: AbstractContextManager[None] = nullcontext() if self._low is None else self._low.forward()
+            context = self._enter_module()
             try:
-                with low:
+                if hides_from_dynamo(self.module):
+                    output = call(self.module, inputs, kwargs)
+                else:
                     output = self.module(*inputs, **kwargs)
             except Exception as error:
-                self.patience.board.post_failure(f"{type(error).__name__} in forward: {error}")
+                self._post_failure(error)
                 raise
+            finally:
+                self._leave_module(context)
             self._after_forward(output)
             return output
 
+    @untraced
+    def _enter_module(self) -> ExitStack:
+        """Tell the compiler whose model runs, and lower its precision; `_leave_module` takes both back."""
+        context = ExitStack()
+        context.callback(_activate, TorchNames._active_ddp_module, TorchNames._active_cut_mark)
+        _activate(self, None if self._reducer is None else self._reducer.cut_mark)
+        if self._low is not None:
+            context.enter_context(self._low.forward())
+        return context
+
+    @untraced
+    def _leave_module(self, context: ExitStack) -> None:
+        context.close()
+
+    @untraced
+    def _post_failure(self, error: Exception) -> None:
+        self.patience.board.post_failure(f"{type(error).__name__} in forward: {error}")
+
+    @untraced
+    @torch._disable_dynamo
     def _before_forward(self, inputs: Any, kwargs: Any) -> tuple[Any, Any]:
         self.patience.board.retract_failure()
         if torch.is_grad_enabled() and self._reducer is not None:
@@ -230,6 +263,8 @@ class DistributedDataParallel(TorchNames, torch.nn.Module, Joinable):
             self._reducer.timeline.forward_start_ns = trace.now_ns()
         return inputs, kwargs
 
+    @untraced
+    @torch._disable_dynamo
     def _after_forward(self, output: Any) -> None:
         if self._reducer is not None:
             self._reducer.timeline.forward_end_ns = trace.now_ns()
@@ -270,7 +305,8 @@ class DistributedDataParallel(TorchNames, torch.nn.Module, Joinable):
     def _adopt_in_backward_optimizers(self) -> None:
         self._in_backward_adopted = True
         params = self.reducer.params
-        for optimizer in (*in_backward_optimizers(params), *torch_in_backward(params)):
+        found: list[InBackward | TorchInBackward] = [*in_backward_optimizers(params), *torch_in_backward(params)]
+        for optimizer in found:
             optimizer.hand_over()
             self.reducer.on_bucket_reduced.append(partial(_step_bucket, optimizer))
             self.reducer.on_reduced.append(optimizer.backward_ended)

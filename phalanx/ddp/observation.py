@@ -5,7 +5,7 @@ Must not know of buckets' memory or of launching.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,22 +13,54 @@ import torch
 from ..comm.collectives import Collectives
 from ..comm.patience import Patience
 from ..errors import ReductionError
-from ..plan import Bucket
+from ..plan import Bucket, BucketPlan, plan_of, replan
 from .bucket import LiveBucket
 
+# Buckets for an observed order, as parameter indices: how the compiler says where it has cut the model.
+Arrange = Callable[[BucketPlan, Sequence[int]], list[list[int]]]
 
-def agree_on_order(
-    order: Sequence[int], num_params: int, collectives: Collectives, patience: Patience
-) -> list[int]:
-    """Rank 0's order of distinct parameters, on every rank. One small broadcast, once in a reducer's life."""
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """The plan of every rank, and whether it is the one that this rank's `arrange` would have made."""
+
+    plan: BucketPlan
+    as_arranged: bool
+
+
+def agree_on_plan(
+    plan: BucketPlan,
+    order: Sequence[int],
+    arrange: Arrange | None,
+    collectives: Collectives,
+    patience: Patience,
+) -> Agreement:
+    """Rank 0's order of distinct parameters, and its buckets if it has arranged any, on every rank.
+
+    One small broadcast, once in a reducer's life.
+    """
+    mine = None if arrange is None else arrange(plan, order)
     device = torch.device("cpu")
     if collectives.group._device_types and device not in collectives.group._device_types:
         device = torch.device("cuda", torch.cuda.current_device())
-    message = torch.full((num_params,), -1, dtype=torch.int64, device=device)
-    distinct = list(dict.fromkeys(order))
-    message[: len(distinct)] = torch.tensor(distinct, dtype=torch.int64, device=device)
+    # Row 0: parameters in order, -1 for none. Row 1: the bucket of each, -1 where caps alone decide.
+    rows = torch.full((2, len(plan.specs)), -1, dtype=torch.int64)
+    if mine is None:
+        rows[0, : len(order)] = torch.tensor(order, dtype=torch.int64)
+    else:
+        rows[0] = torch.tensor([param for group in mine for param in group])
+        rows[1] = torch.tensor([index for index, group in enumerate(mine) for _ in group])
+    message = rows.flatten().to(device)
     patience.wait(collectives.broadcast(message, 0), "agreeing on the order of gradients")
-    return [index for index in message.tolist() if index >= 0]
+    params, buckets = message.view(2, -1).tolist()
+    if buckets[0] < 0:
+        agreed = replan(plan, [index for index in params if index >= 0])
+    else:
+        groups: list[list[int]] = [[] for _ in range(max(buckets) + 1)]
+        for param, bucket in zip(params, buckets, strict=True):
+            groups[bucket].append(param)
+        agreed = plan_of(plan.specs, groups, plan.caps)
+    return Agreement(agreed, mine == [[slot.param for slot in bucket.slots] for bucket in agreed.buckets])
 
 
 @dataclass(frozen=True, slots=True)

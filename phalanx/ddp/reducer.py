@@ -23,10 +23,10 @@ from torch.utils.hooks import RemovableHandle
 from ..comm.collectives import Collectives
 from ..comm.patience import Patience
 from ..errors import PhalanxError, ReductionError
-from ..plan import BucketPlan, build_plan, replan
+from ..plan import BucketPlan, plan_of
 from .arrivals import Arrivals
 from .bucket import LiveBucket, Stage
-from .observation import agree_on_order, check_static, trigger_of
+from .observation import Arrange, agree_on_plan, check_static, trigger_of
 from .reduction import AllReduce, Reduction
 from .sparse import pack_sparse, unpack_sparse
 from .tail import Reading, Tail, exact_ranks
@@ -82,6 +82,9 @@ class Reducer:
         self.patience = patience
         self.reduction: Reduction = AllReduce(collectives, self.patience)
         self.arrivals = Arrivals(len(self.params))
+        # Says where a compiled model is cut: by `arrange`, or (after settling otherwise) by the plan in force.
+        self.cut_mark = plan.hash
+        self.arrange: Arrange | None = None
         self._adopt(plan)
 
     # -- setting up ----------------------------------------------------------------------------
@@ -126,7 +129,7 @@ class Reducer:
     @property
     def hook_name(self) -> str | None:
         """The registered hook, or None where buckets are reduced by all-reduce."""
-        return getattr(self.reduction, "name", None)
+        return self.reduction.name
 
     def require_idle(self) -> None:
         """Raise unless every backward that began has given out its gradients."""
@@ -390,14 +393,16 @@ class Reducer:
         arrivals = self.arrivals
         arrivals.observing = False
         self.ready_order = list(dict.fromkeys(arrivals.sequence))
-        ready = agree_on_order(self.ready_order, len(self.params), self.collectives, self.patience)
-        plan = replan(self.plan, ready)
+        agreed = agree_on_plan(self.plan, self.ready_order, self.arrange, self.collectives, self.patience)
+        plan = agreed.plan
         dropped = self._named(self._unused) if self.options.drop_unused else []
         if dropped:
             plan = self._drop(set(self._unused), plan)
         if plan.hash != self.plan.hash:
             self.num_rebuilds += 1
             self._adopt(plan)
+        if not agreed.as_arranged:
+            self.cut_mark = self.plan.hash
         if self.options.static_graph:
             self._fix(self.arrivals.sequence, self.arrivals.first_used)
         self._refuse(dropped, "skip_all_reduce_unused_params=True")
@@ -410,8 +415,8 @@ class Reducer:
         self.params = [self.params[index] for index in kept]
         self.arrivals = self.arrivals.keep(kept)
         renumber = {old: new for new, old in enumerate(kept)}
-        order = [renumber[index] for index in plan.order if index in renumber]
-        return build_plan([plan.specs[index] for index in kept], plan.caps, order)
+        groups = [[renumber[slot.param] for slot in b.slots if slot.param in renumber] for b in plan.buckets]
+        return plan_of([plan.specs[index] for index in kept], [group for group in groups if group], plan.caps)
 
     def _fix(self, fires: Sequence[int], used: bytes) -> None:
         """The graph is static: one hook a bucket is enough, on the gradient that comes last."""

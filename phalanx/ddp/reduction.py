@@ -28,6 +28,7 @@ class Reduction(abc.ABC):
 
     tail_rides: bool = True
     supports_views: bool = True
+    name: str | None = None  # of a registered hook
 
     def __init__(self, collectives: Collectives, patience: Patience) -> None:
         self.collectives = collectives

@@ -28,7 +28,9 @@ _DTYPE_NAMES |= {torch.bfloat16: "c10::BFloat16", torch.complex64: "c10::complex
 class TorchNames:
     """Mixed into DistributedDataParallel; knows it only by its public side."""
 
+    # The wrapper whose forward runs now, and the mark of where its model is cut when it is compiled.
     _active_ddp_module: ClassVar[Any] = None
+    _active_cut_mark: ClassVar[str | None] = None
 
     @property
     def _ddp(self) -> DistributedDataParallel:

@@ -60,7 +60,7 @@ def render(run: Run) -> str:
     times = [rank_times(rank) for rank in run.ranks]
     return environment.get_template("report.html").render(
         title=_title(run),
-        command=" ".join(map(str, run.facts.get("command", []))),
+        command=_command(run),
         facts=run.facts,
         tiles=tiles(run),
         findings=findings(run),
@@ -101,7 +101,7 @@ def tiles(run: Run) -> list[tuple[str, str, str]]:
         found.append(("Typical pass", f"{usual / 1e6:.1f} ms", f"{len(passes(first))} passes"))
     share = hidden_share(run)
     if share is not None:
-        found.append(("Communication hidden", f"{share:.0%}", "behind compute, all ranks"))
+        found.append(("Hidden", f"{share:.0%}", "of communication"))
     loss = [point for point in first.curve(trace.LOSS) if math.isfinite(point.value)]
     if loss:
         found.append(("Loss", f"{loss[-1].value:.3f}", f"from {loss[0].value:.3f}"))
@@ -117,7 +117,14 @@ def tiles(run: Run) -> list[tuple[str, str, str]]:
     return found
 
 
+def _command(run: Run) -> str:
+    words = [str(word) for word in run.facts.get("command", [])]
+    return str(run.facts.get("shown", "")) or (f"phalanx run {' '.join(words)}" if words else "")
+
+
 def _title(run: Run) -> str:
+    if run.facts.get("title"):
+        return str(run.facts["title"])
     command = [str(word) for word in run.facts.get("command", [])]
     if command[:1] == ["--module"]:
         command = command[1:]

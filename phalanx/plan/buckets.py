@@ -1,10 +1,10 @@
 """The bucket plan: an immutable value that reducer, ZeRO, compiler and checkpoint all share.
 
 Worked example. Parameters of 4-byte elements, in registration order a[3] b[5] c[2] d[9], caps
-first=24 bytes, then 40 bytes. Gradients become ready roughly in reverse, so:
+first=24 bytes, then 36 bytes. Gradients become ready roughly in reverse, so:
 
     bucket 0   d            36 bytes: larger than its cap of 24, therefore alone
-    bucket 1   c b          28 bytes: a (12 more) would pass the cap of 40
+    bucket 1   c b          28 bytes: a (12 more) would pass the cap of 36
     bucket 2   a            12 bytes
 
 Slots lie back to back in the order of the bucket. Must not know of process groups or tensors' data.
@@ -211,6 +211,12 @@ def build_plan(
         filling.num_bytes += spec.num_bytes
     groups.extend(filling.close() for filling in open_buckets.values() if filling.params)
     groups.sort(key=lambda group: position[group[-1]])
+    return BucketPlan(specs, tuple(_bucket(i, group, specs) for i, group in enumerate(groups)), caps)
+
+
+def plan_of(specs: Sequence[ParamSpec], groups: Sequence[Sequence[int]], caps: BucketCaps) -> BucketPlan:
+    """The plan whose buckets are exactly `groups`, in that order; `caps` are what they were made for."""
+    specs = tuple(specs)
     return BucketPlan(specs, tuple(_bucket(i, group, specs) for i, group in enumerate(groups)), caps)
 
 

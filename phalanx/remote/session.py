@@ -32,6 +32,9 @@ from phalanx.remote.interfaces import (
 )
 
 _SCHEME = "phalanx-remote"
+# TensorPipe's shared-memory transport polls without sleeping: an idle worker keeps a core busy that the
+# training next to it needs. It also opens an abstract unix socket, which no choice of interface confines.
+_TRANSPORTS = ["uv"]
 _LOCK = threading.Lock()
 # The store on its way to `init_rpc`, which takes stores from rendezvous handlers only.
 _MEETING: list[dist.Store] = []
@@ -86,7 +89,7 @@ def init(
     """
     own = find_interface(interface)
     rank, world_size = _number("rank", rank, "RANK"), _number("world_size", world_size, "WORLD_SIZE")
-    options = options or rpc.TensorPipeRpcBackendOptions()
+    options = options or rpc.TensorPipeRpcBackendOptions(_transports=_TRANSPORTS)
     if options.init_method != "env://":
         raise ConfigError(
             f"options.init_method is {options.init_method!r}: torch would make a store that listens on every "

@@ -8,6 +8,7 @@ from typing import Any
 
 from tests.cluster.exchange import CallRequest, Exchange
 from tests.cluster.failure import ClusterFailure
+from tests.cluster.leaks import Leak
 from tests.cluster.process import RankProcess
 
 MAX_RANKS = 8
@@ -39,13 +40,14 @@ def run_ranks(
     """
     if not 1 <= n <= MAX_RANKS:
         raise ValueError(f"run_ranks: n must be 1 to {MAX_RANKS}, got {n}")
-    request = CallRequest(fn, args, kwargs, backend, pg_timeout_s, seed, env or {}, allow_leaks)
+    allowed = {Leak(kind) for kind in allow_leaks}
+    request = CallRequest(fn, args, kwargs, backend, pg_timeout_s, seed, env or {}, allowed)
     keep = False
     try:
         exchange = Exchange(_workers_for(n), timeout_s, GRACE_S)
         exchange.conduct(request)
         _raise_for(exchange, fn, timeout_s)
-        keep = not allow_leaks
+        keep = not allowed
     finally:
         if not keep:
             stop_pool()

@@ -23,12 +23,14 @@ from tests.cluster.leaks import RUN_VARIABLE
 
 ROOT = Path(__file__).resolve().parents[2]
 # One compute thread a worker, said before torch is imported, since the fork server must have no
-# threads of its own; and no pool of compile processes, which would outlive the call that made it.
+# threads of its own; no pool of compile processes, which would outlive the call that made it; and what a
+# rank prints is written at once, so that pytest shows it even when the rank is killed.
 SERVER_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
     "TORCHINDUCTOR_COMPILE_THREADS": "1",
+    "PYTHONUNBUFFERED": "1",
     "PYTHONPATH": str(ROOT),
 }
 

@@ -24,9 +24,7 @@ Current thread 0x0000700000000001 (most recent call first):
 """
 
 
-def write_error(
-    directory: RunDirectory, rank: int, message: str, at_ns: int, consequence: bool = False
-) -> None:
+def write_error(directory: RunDirectory, rank: int, message: str, at_ns: int, consequence: bool = False) -> None:
     record: dict[str, Any] = {
         "message": {"message": message, "extraInfo": {"py_callstack": f"Traceback of rank {rank}"}},
         "phalanx": {"at_ns": at_ns, "consequence": consequence, "doing": [["/home/me/train.py", 5, "step"]]},
@@ -39,9 +37,7 @@ def test_the_earliest_exception_is_the_cause(tmp_path: Path) -> None:
     write_error(directory, 0, "ValueError: late", 200)
     write_error(directory, 1, "ValueError: early", 100)
     summary = summarize(directory, 0, {0: 1, 1: 1})
-    assert (
-        summary is not None and summary.first.rank == 1 and summary.first.traceback == "Traceback of rank 1"
-    )
+    assert summary is not None and summary.first.rank == 1 and summary.first.traceback == "Traceback of rank 1"
     assert summary.others[0].message == "ValueError: late"
 
 
@@ -95,9 +91,7 @@ def test_stacks_of_the_main_thread_are_read(tmp_path: Path) -> None:
 
 def test_frames_in_words() -> None:
     assert describe([]) == ""
-    assert (
-        describe([("/home/me/data.py", 5, "load"), ("/home/me/train.py", 9, "main")]) == "in load (data.py:5)"
-    )
+    assert describe([("/home/me/data.py", 5, "load"), ("/home/me/train.py", 9, "main")]) == "in load (data.py:5)"
 
 
 def test_errors_that_say_a_peer_went_first() -> None:

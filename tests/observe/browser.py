@@ -59,9 +59,7 @@ class Browser:
         deadline = time.monotonic() + 20
         while True:
             try:
-                return str(
-                    self._call("POST", "/session", {"capabilities": {"alwaysMatch": wanted}})["sessionId"]
-                )
+                return str(self._call("POST", "/session", {"capabilities": {"alwaysMatch": wanted}})["sessionId"])
             except urllib.error.URLError:
                 if time.monotonic() > deadline:
                     raise
@@ -69,9 +67,7 @@ class Browser:
 
     def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(
-            self._base + path, data, {"Content-Type": "application/json"}, method=method
-        )
+        request = urllib.request.Request(self._base + path, data, {"Content-Type": "application/json"}, method=method)
         try:
             with urllib.request.urlopen(request, timeout=30) as answer:
                 return json.load(answer)["value"]
@@ -91,9 +87,7 @@ class Browser:
     def press(self, *keys: str) -> None:
         """Press keys on whatever has the focus."""
         actions = [{"type": kind, "value": key} for key in keys for kind in ("keyDown", "keyUp")]
-        self._on_page(
-            "POST", "/actions", {"actions": [{"type": "key", "id": "keyboard", "actions": actions}]}
-        )
+        self._on_page("POST", "/actions", {"actions": [{"type": "key", "id": "keyboard", "actions": actions}]})
 
     def console(self) -> list[dict[str, Any]]:
         """What the page wrote to its console, errors of the browser itself included."""

@@ -48,13 +48,9 @@ if INSTALLED:
         return started
 
     def test_every_chart_is_drawn_without_a_console_error(browser: Browser) -> None:
-        drawn = browser.run(
-            "return [...document.querySelectorAll('.chart')].map(c => !!c.querySelector('.main-svg'))"
-        )
+        drawn = browser.run("return [...document.querySelectorAll('.chart')].map(c => !!c.querySelector('.main-svg'))")
         assert len(drawn) == 6 and all(drawn)
-        assert (
-            browser.run(BARS) == 3 * (4 + 2) + 1
-        )  # the late rank's last reduction is cut where it was exposed
+        assert browser.run(BARS) == 3 * (4 + 2) + 1  # the late rank's last reduction is cut where it was exposed
         assert [entry for entry in browser.console() if entry["level"] in ("SEVERE", "WARNING")] == []
 
     def test_nothing_is_fetched(browser: Browser) -> None:
@@ -64,9 +60,7 @@ if INSTALLED:
         before = browser.run("return document.getElementById('pass').value")
         browser.run("document.getElementById('next').click()")
         assert browser.run("return document.getElementById('pass').value") == str(int(before) + 1)
-        browser.run(
-            "const s = document.getElementById('pass'); s.value = '0'; s.dispatchEvent(new Event('change'))"
-        )
+        browser.run("const s = document.getElementById('pass'); s.value = '0'; s.dispatchEvent(new Event('change'))")
         assert browser.run("return document.getElementById('previous').disabled") is True
         assert browser.run(BARS) > 0
 
@@ -79,9 +73,7 @@ if INSTALLED:
         browser.run("document.activeElement.blur()")
         for _ in range(14):
             browser.press(TAB)
-            reached.append(
-                browser.run("const e = document.activeElement; return e.id || e.tagName.toLowerCase()")
-            )
+            reached.append(browser.run("const e = document.activeElement; return e.id || e.tagName.toLowerCase()"))
         assert {"theme", "pass", "next", "summary"} <= set(reached)
 
     def test_enter_on_a_button_moves_the_timeline(browser: Browser) -> None:

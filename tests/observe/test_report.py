@@ -74,7 +74,7 @@ def test_an_untraced_run_still_gets_a_page(tmp_path: Path) -> None:
 def test_figures_are_those_of_the_run(tmp_path: Path) -> None:
     run = load(write_run(tmp_path, num_steps=30))
     figures = {name: value for name, value, _ in report.tiles(run)}
-    assert figures["Typical pass"] == "37.0 ms" and figures["Communication hidden"] == "71%"
+    assert figures["Typical pass"] == "37.0 ms" and figures["Hidden"] == "71%"
     assert figures["Duration"] == "12.5 s" and figures["Loss"] == f"{4 / 3.9:.3f}"
 
 
@@ -90,9 +90,7 @@ def test_the_page_refers_to_nothing_outside_itself(tmp_path: Path) -> None:
 
 
 def test_text_that_would_end_the_script_stays_data(tmp_path: Path) -> None:
-    write_trace(
-        tmp_path, 0, 1, [["scalar", "a/b", 1, 0, 1.0], ["instant", "warning", 1, 1, {"text": "</script><i>"}]]
-    )
+    write_trace(tmp_path, 0, 1, [["scalar", "a/b", 1, 0, 1.0], ["instant", "warning", 1, 1, {"text": "</script><i>"}]])
     page = report.render(load(tmp_path))
     assert "</script><i>" not in page and "&lt;/script&gt;" in page
 

@@ -22,9 +22,7 @@ def test_ranks_of_one_boot_are_aligned_exactly_whatever_their_wall_clocks_say(tm
 def test_ranks_of_two_hosts_are_aligned_by_the_wall_clock(tmp_path: Path) -> None:
     write_trace(tmp_path, 0, 2, [["span", "forward", 7_000 * MS, 7_001 * MS, 1, {}]])
     # The other host booted later: its clock reads 100 ms at the wall time at which ours reads 5,000 ms.
-    write_trace(
-        tmp_path, 1, 2, [["span", "forward", 2_103 * MS, 2_104 * MS, 1, {}]], boot="b", perf_ns=100 * MS
-    )
+    write_trace(tmp_path, 1, 2, [["span", "forward", 2_103 * MS, 2_104 * MS, 1, {}]], boot="b", perf_ns=100 * MS)
     run = load(tmp_path)
     assert [rank.spans[0].start for rank in run.ranks] == [0, 3 * MS]
 

@@ -64,8 +64,12 @@ def _mesh(original: Callable[..., Any]) -> Callable[..., Any]:
     return init_device_mesh
 
 
-def _nothing(*_args: Any, **_kwargs: Any) -> None:
-    """For what only a GPU could do: choosing it, waiting for it, seeding it."""
+def _nothing() -> Callable[..., None]:
+    """For what only a GPU could do: choosing it, waiting for it, seeding it.
+
+    A new function each time: the compiler keeps rules by function, and refuses one under two names.
+    """
+    return lambda *_args, **_kwargs: None
 
 
 @contextlib.contextmanager
@@ -79,7 +83,7 @@ def cpu_for_cuda() -> Iterator[None]:
         mock.patch.object(torch.cuda, "current_device", lambda: 0),
         mock.patch.object(torch.cuda, "Stream", lambda device=None: None),
         mock.patch.object(torch.cuda, "stream", lambda stream: contextlib.nullcontext()),
-        *(mock.patch.object(torch.cuda, name, _nothing) for name in ("set_device", "synchronize", "manual_seed")),
+        *(mock.patch.object(torch.cuda, name, _nothing()) for name in ("set_device", "synchronize", "manual_seed")),
     ]
     with contextlib.ExitStack() as stack:
         for patch in patches:

@@ -123,11 +123,13 @@ class Display:
 @click.option("-n", "--nproc", type=click.IntRange(1), default=2, help="Workers.")
 @click.option("--steps", type=click.IntRange(1), default=Settings.num_steps, help="At most this many.")
 @click.option("--seconds", type=click.FloatRange(1), default=Settings.seconds, help="About this long at most.")
+@click.option("--sample", type=click.IntRange(1), default=Settings.sample_length, help="Characters to write.")
 @click.option("--run-dir", default="runs", metavar="DIR", help="Where the run is kept.")
-def command(nproc: int, steps: int, seconds: float, run_dir: str) -> int:
+def command(nproc: int, steps: int, seconds: float, sample: int, run_dir: str) -> int:
     """Train a small character GPT on the documentation that Python ships, and report on it."""
     directory = RunDirectory.create(run_dir, "demo")
-    settings = Settings(num_steps=steps, seconds=seconds)
+    directory.record(title="phalanx demo", shown="phalanx demo")
+    settings = Settings(num_steps=steps, seconds=seconds, sample_length=sample)
     story = Story()
     terminal = console()
     module = "phalanx.cli.demo.train"

@@ -29,6 +29,7 @@ PROMPT = 'The "for" statement'
 _CALIBRATION_STEPS = 12
 _TELL_EVERY = 5
 _EVALUATED_PIECES = 64
+_EVALUATIONS = 8
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ class Training:
 
     def set_learning_rate(self, step: int, num_steps: int) -> None:
         """A short rise, then a cosine down to a tenth."""
-        warm = min(1.0, (step + 1) / 20)
+        warm = min(1.0, (step + 1) / 40)
         cosine = 0.55 + 0.45 * math.cos(math.pi * min(1.0, step / max(1, num_steps)))
         for group in self.optimizer.param_groups:
             group["lr"] = self.settings.learning_rate * warm * cosine
@@ -130,9 +131,7 @@ def run(worker: Worker, settings: Settings) -> None:
     tell(event="start", rank=worker.rank, world=worker.world, backend=worker.backend, parameters=parameters)
     before = training.held_out_loss()
     trace.scalar("held_out_loss", 0, before)
-    first, last, num_steps = _train(training)
-    after = training.held_out_loss()
-    trace.scalar("held_out_loss", num_steps, after)
+    first, last, after = _train(training)
     trace.fact(trace.PLAN, training.model.plan.to_json())
     memory = training.memory()
     trace.fact(trace.MEMORY, memory)
@@ -152,35 +151,50 @@ def run(worker: Worker, settings: Settings) -> None:
     dist.barrier()
 
 
-def _train(training: Training) -> tuple[float, float, int]:
-    settings, worker = training.settings, training.worker
-    tokens = settings.batch_size * settings.context
-    num_steps, step, losses = settings.num_steps, 0, []
-    started = told = time.perf_counter()
-    while step < num_steps:
-        training.set_learning_rate(step, num_steps)
+def _train(training: Training) -> tuple[float, float, float]:
+    """First and last loss of this rank's batches, and the last held-out loss."""
+    settings = training.settings
+    num_steps, held_out = settings.num_steps, 0.0
+    losses: list[float] = []
+    seconds: list[float] = []
+    while len(losses) < num_steps:
+        training.set_learning_rate(len(losses), num_steps)
+        began = time.perf_counter()
         losses.append(training.step())
-        step += 1
-        if step == _CALIBRATION_STEPS:
-            num_steps = agreed_steps(settings, time.perf_counter() - started)
+        seconds.append(time.perf_counter() - began)
+        step = len(losses)
         trace.scalar(trace.LOSS, step, losses[-1])
+        if step == _CALIBRATION_STEPS:
+            num_steps = agreed_steps(settings, sum(seconds))
+        if step % max(1, num_steps // _EVALUATIONS) == 0 or step == num_steps:
+            held_out = training.held_out_loss()
+            trace.scalar("held_out_loss", step, held_out)
         if step % _TELL_EVERY == 0 or step == num_steps:
-            now = time.perf_counter()
-            speed = tokens * _TELL_EVERY / (now - told)
-            told = now
-            trace.scalar(trace.TOKENS_PER_S, step, speed)
-            tell(
-                event="step",
-                rank=worker.rank,
-                step=step,
-                num_steps=num_steps,
-                loss=sum(losses[-20:]) / len(losses[-20:]),
-                tokens_per_s=speed,
-                hidden=training.model.stats().overlap,
-                resident=trace.resident_bytes(),
-            )
-    tail = losses[-20:]
-    return losses[0], sum(tail) / len(tail), num_steps
+            _tell_step(training, step, num_steps, losses, seconds)
+    return losses[0], _recent_mean(losses), held_out
+
+
+def _recent_mean(values: list[float]) -> float:
+    recent = values[-20:]
+    return sum(recent) / len(recent)
+
+
+def _tell_step(
+    training: Training, step: int, num_steps: int, losses: list[float], seconds: list[float]
+) -> None:
+    tokens = training.settings.batch_size * training.settings.context
+    speed = tokens / _recent_mean(seconds)
+    trace.scalar(trace.TOKENS_PER_S, step, speed)
+    tell(
+        event="step",
+        rank=training.worker.rank,
+        step=step,
+        num_steps=num_steps,
+        loss=_recent_mean(losses),
+        tokens_per_s=speed,
+        hidden=training.model.stats().overlap,
+        resident=trace.resident_bytes(),
+    )
 
 
 def _tensor_bytes(values: Iterable[Tensor]) -> int:

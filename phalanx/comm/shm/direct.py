@@ -24,12 +24,13 @@ class ShmCollectives(Collectives):
         self.rank = gateway.engine.rank
         self.world = gateway.engine.world
         self._gateway = gateway
+        self._memory = process_memory()
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A zeroed flat tensor in the segment, if `device` is the processor."""
         if device.type != "cpu":
             return torch.zeros(numel, dtype=dtype, device=device)
-        return process_memory().allocate(numel, dtype)
+        return self._memory.allocate(numel, dtype)
 
     def all_reduce(self, tensor: torch.Tensor, scale: float = 1.0) -> Work:
         """Replace `tensor` on every rank by scale × the sum over ranks."""

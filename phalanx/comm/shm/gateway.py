@@ -28,7 +28,9 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     of the tensor, as with any other backend.
     """
     data = tensor.data
-    return data.view(-1) if data.is_contiguous() else data.contiguous().view(-1)
+    flat = data.view(-1) if data.is_contiguous() else data.contiguous().view(-1)
+    # One element or none lies in order whatever its stride, which torch does not set right.
+    return flat if flat.stride(0) == 1 else flat.as_strided((flat.numel(),), (1,))
 
 
 def _restore(tensor: torch.Tensor, flat: torch.Tensor) -> None:

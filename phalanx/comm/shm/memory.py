@@ -1,27 +1,31 @@
 """This process's shared memory for users: the segment in which buckets and parameters live.
 
 One arena a process, not a group: a tensor allocated through one group lies in shared memory for
-every other group too, and peers map it once.
+every other group too, and peers map it once. The arena lives as long as a group uses it; tensors
+stay valid after that, as ordinary memory.
 """
 
 from __future__ import annotations
 
 import os
 import threading
+import weakref
 
 from phalanx.comm.shm.arena import Arena
 
 _lock = threading.Lock()
-_arena: Arena | None = None
+_arena: weakref.ref[Arena] | None = None
 
 
 def process_memory() -> Arena:
-    """The arena from which this process hands out tensors; made on first asking."""
+    """The arena from which this process hands out tensors. The caller keeps it alive."""
     global _arena
     with _lock:
-        if _arena is None:
-            _arena = Arena("phalanx-memory")
-        return _arena
+        arena = _arena() if _arena is not None else None
+        if arena is None:
+            arena = Arena("phalanx-memory")
+            _arena = weakref.ref(arena)
+        return arena
 
 
 def _forget_after_fork() -> None:

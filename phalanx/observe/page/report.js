@@ -30,10 +30,12 @@ function drawCurves() {
     section.hidden = names.length === 0;
     if (section.hidden) continue;
     const bytes = names[0] === "resident_bytes";
-    const traces = names.flatMap((name) => data.curves[name].map((curve) => ({
+    // Held-out loss is the same on every rank, evaluated together.
+    const curves = (name) => (name === "held_out_loss" ? data.curves[name].slice(0, 1) : data.curves[name]);
+    const traces = names.flatMap((name) => curves(name).map((curve) => ({
       x: curve.x, y: bytes ? curve.y.map((value) => value / 1e6) : curve.y, mode: "lines",
-      name: (names.length > 1 ? (name === "loss" ? "training, " : "held out, ") : "") + "rank " + curve.rank,
-      line: { color: ofRank(curve.rank), width: 2, dash: name === "held_out_loss" ? "dot" : "solid" },
+      name: name === "held_out_loss" ? "held out" : "rank " + curve.rank,
+      line: name === "held_out_loss" ? { color: colour("ink"), width: 2.5, dash: "dot" } : { color: ofRank(curve.rank), width: 2 },
       hovertemplate: "%{y:.4~g} at %{x}<extra>rank " + curve.rank + "</extra>",
     })));
     const byStep = data.curves[names[0]][0].by_step;

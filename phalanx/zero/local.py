@@ -1,0 +1,92 @@
+"""The optimizer that a rank really runs, on its own part of the parameters only.
+
+Owns the instance of the user's class and keeps its options equal to those the user sees. Must not know
+where parameters and gradients come from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+
+class LocalOptimizer:
+    """One instance of `optimizer_class` over this rank's tensors, in the user's groups."""
+
+    def __init__(
+        self,
+        optimizer_class: type[torch.optim.Optimizer],
+        defaults: Mapping[str, Any],
+        groups: Sequence[dict[str, Any]],
+        members: Sequence[Sequence[torch.Tensor]],
+    ) -> None:
+        local = [{**_options(group), "params": list(params)} for group, params in zip(groups, members, strict=True)]
+        # Groups, never a bare list: an optimizer takes an empty group, but refuses an empty list.
+        self.optim = optimizer_class(local, **defaults)
+        self.groups = self.optim.param_groups
+        self._members = [list(params) for params in members]
+        self.push(groups)
+
+    def pull(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Take over the options that the user may have edited."""
+        for local, group in zip(self.groups, groups, strict=True):
+            local.update(_options(group))
+
+    def push(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Show the user the options as the optimizer left them, those it added included."""
+        for local, group in zip(self.groups, groups, strict=True):
+            group.update(_options(local))
+
+    def add_group(self, group: dict[str, Any]) -> None:
+        """A further group, still without tensors of this rank."""
+        self.optim.add_param_group({**_options(group), "params": []})
+        self._members.append([])
+
+    def reseat(self, members: Sequence[Sequence[torch.Tensor]]) -> None:
+        """Work on other tensors from now on; their state is set by whoever moves it."""
+        self._members = [list(params) for params in members]
+        for local, params in zip(self.groups, self._members, strict=True):
+            local["params"] = list(params)
+        self.optim.state.clear()
+
+    def step_some(self, active: Mapping[int, Sequence[torch.Tensor]], **arguments: Any) -> None:
+        """One step on a part of the tensors, by group, as if there were no others."""
+        if not active:
+            return
+        try:
+            for index, params in active.items():
+                self.groups[index]["params"] = params
+            self.optim.param_groups = [self.groups[index] for index in active]
+            self.optim.step(**arguments)
+        finally:
+            self.optim.param_groups = self.groups
+            for index in active:
+                self.groups[index]["params"] = self._members[index]
+
+    def step_all(self, *positional: Any, **arguments: Any) -> Any:
+        """One step on everything, exactly as the user called it."""
+        return self.optim.step(*positional, **arguments)
+
+    @property
+    def num_state_bytes(self) -> int:
+        """Memory of the state that this rank holds."""
+        seen: dict[int, int] = {}
+        _count(list(self.optim.state.values()), seen)
+        return sum(seen.values())
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    # Names belong to the user's list of parameters, which is not this rank's.
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def _count(value: Any, seen: dict[int, int]) -> None:
+    if isinstance(value, torch.Tensor):
+        seen[id(value)] = value.numel() * value.element_size()
+    elif isinstance(value, Mapping):
+        _count(list(value.values()), seen)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            _count(item, seen)

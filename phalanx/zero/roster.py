@@ -1,0 +1,99 @@
+"""The parameters of an optimizer in one fixed numbering: that of `state_dict()`, group after group.
+
+Must not know which rank owns what.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..errors import ArgumentTypeError, ConfigError
+from ..plan import ParamSpec, specs_of
+
+
+def check_params(params: Any) -> list[Any]:
+    """`params` as a list that can be read twice; refuses what no optimizer takes, before anything is built."""
+    if isinstance(params, torch.Tensor):
+        raise ArgumentTypeError(
+            f"params argument given to the optimizer should be an iterable of Tensors or dicts, but got "
+            f"{torch.typename(params)}. Put the tensor into a list."
+        )
+    try:
+        listed = list(params)
+    except TypeError as error:
+        raise ArgumentTypeError(
+            f"params must be an iterable of tensors, of named tensors or of parameter groups, got "
+            f"{torch.typename(params)}. Give model.parameters()."
+        ) from error
+    if not listed:
+        raise ConfigError("ZeroRedundancyOptimizer got an empty parameter list. Give model.parameters().")
+    kinds = {_kind(item) for item in listed}
+    if len(kinds) != 1 or None in kinds:
+        strange = next((item for item in listed if _kind(item) is None), None)
+        got = f"an item of type {torch.typename(strange)}" if None in kinds else "a mixture"
+        raise ArgumentTypeError(
+            f"params must be an iterable of tensors, of (name, tensor) pairs or of parameter groups, got {got}."
+        )
+    for item in listed:
+        if isinstance(item, Mapping) and "params" not in item:
+            raise ConfigError(
+                f"a parameter group must have a 'params' key with its parameters, got the keys {sorted(item)}."
+            )
+    return listed
+
+
+def _kind(item: Any) -> type | None:
+    if isinstance(item, torch.Tensor):
+        return torch.Tensor
+    if isinstance(item, Mapping):
+        return dict
+    return tuple if isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str) else None
+
+
+@dataclass(slots=True)
+class Roster:
+    """Every parameter, its group, its name for messages, and its spec, by number."""
+
+    params: list[torch.Tensor] = field(default_factory=list)
+    group_of: list[int] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+    specs: tuple[ParamSpec, ...] = ()
+    index_of: dict[torch.Tensor, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, groups: Sequence[Mapping[str, Any]]) -> Roster:
+        """The roster of an optimizer's `param_groups`."""
+        roster = cls()
+        for number, group in enumerate(groups):
+            named = group.get("param_names")
+            for place, param in enumerate(group["params"]):
+                name = named[place] if named else f"parameter {place} of group {number}"
+                roster.params.append(param)
+                roster.group_of.append(number)
+                roster.names.append(name)
+        check_dense(zip(roster.names, roster.params, strict=True))
+        roster.specs = specs_of(list(zip(roster.names, roster.params, strict=True)))
+        roster.index_of = {param: index for index, param in enumerate(roster.params)}
+        return roster
+
+    def members(self, tensors: Sequence[Sequence[tuple[int, torch.Tensor]]]) -> list[list[torch.Tensor]]:
+        """(parameter, tensor) pairs sorted into the groups of their parameters."""
+        groups: list[list[torch.Tensor]] = [[] for _ in range(max(self.group_of, default=-1) + 1)]
+        for pairs in tensors:
+            for index, tensor in pairs:
+                groups[self.group_of[index]].append(tensor)
+        return groups
+
+
+def check_dense(named: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Refuse sparse parameters: nobody could say which elements they have."""
+    for name, param in named:
+        if param.layout != torch.strided:
+            raise ConfigError(
+                f"ZeroRedundancyOptimizer shards dense parameters, but {name} of shape {tuple(param.shape)} is "
+                f"{param.layout}. Use a plain optimizer for it, or a dense parameter."
+            )

@@ -1,0 +1,90 @@
+"""Whatever a user gets wrong on the command line: one line, a remedy, exit code 2, no traceback."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from phalanx.cli.main import main
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["rnu"], "no such command 'rnu', did you mean 'run'?"),
+        (["fly"], "no such command 'fly', there are run"),
+        (["--fast"], "no such option --fast"),
+        (["run"], "missing argument 'SCRIPT'"),
+        (["run", "--nprc", "2", "a.py"], "no such option --nprc, did you mean --nproc?"),
+        (["run", "missing.py"], "there is no script missing.py in"),
+        (["run", "missing"], "Name a module with --module"),
+        (["run", "."], ". is a directory. Name the script"),
+        (["run", "--module", "no_such_module"], "no module 'no_such_module' can be imported"),
+        (["run", "--module", "..."], "no module '...' can be imported"),
+        (["run", "--nproc", "many", "a.py"], "--nproc should be a number of workers or 'auto', got 'many'"),
+        (["run", "--nproc", "0", "a.py"], "--nproc should be a number of workers"),
+        (["run", "--nproc", "-1", "a.py"], "--nproc should be a number of workers"),
+        (["run", "--nnodes", "4:2", "a.py"], "at least 4 and at most 2 hosts"),
+        (["run", "--nnodes", "1:2:3", "a.py"], "--nnodes should be a number of hosts or MIN:MAX"),
+        (["run", "--nnodes", "2", "a.py"], "2 hosts need a meeting point. Pass the same --endpoint"),
+        (["run", "--nnodes", "2", "--endpoint", "head", "a.py"], "--endpoint should be HOST:PORT"),
+        (["run", "--nnodes", "2", "--endpoint", "head:99999", "a.py"], "--endpoint should be HOST:PORT"),
+        (
+            ["run", "--nnodes", "2", "--endpoint", "h:1", "--node-rank", "2", "a.py"],
+            "host number 2 is not in 0..1",
+        ),
+        (["run", "--node-rank", "one", "a.py"], "'one' is not a valid integer"),
+        (["run", "--max-restarts", "-1", "a.py"], "-1 is not in the range"),
+        (["run", "--run-dir", "a.py", "a.py"], "cannot create a run directory under a.py"),
+        (["report"], "missing argument 'RUN_DIR'"),
+        (["report", "nowhere"], "there is no run directory nowhere"),
+        (["report", "a.py"], "a.py is a file"),
+        (["report", "empty"], "empty holds no run"),
+        (["report", "run", "--output", "no/such/folder/page.html"], "cannot write"),
+        (["report", "run", "--perfetto", "empty"], "cannot write"),
+        (["bench"], "missing argument 'NAME'"),
+        (["bench", "lunch"], "no benchmark 'lunch'; there are"),
+        (["demo", "--nproc", "0"], "0 is not in the range"),
+        (["demo", "--steps", "few"], "'few' is not a valid integer"),
+        (["demo", "extra"], "unexpected extra argument"),
+        (["doctor", "extra"], "unexpected extra argument"),
+    ],
+)
+def test_a_mistake_is_one_line_with_a_remedy_and_exit_code_2(
+    arguments: list[str],
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.py").write_text("print('ran')")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run.json").write_text('{"state": "finished"}')
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    said = capsys.readouterr()
+    assert ended.value.code == 2
+    assert words.lower() in said.err.lower()
+    assert said.err.startswith("error: ") and said.err.count("\n") == 1
+    assert "ran" not in said.out and "Traceback" not in said.err
+
+
+def test_help_lists_every_command_with_its_purpose(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--help"])
+    said = capsys.readouterr().out
+    assert ended.value.code == 0
+    assert all(f"\n  {name} " in said for name in ("run", "demo", "doctor", "report", "plan", "bench"))
+
+
+@pytest.mark.parametrize("name", ["run", "demo", "doctor", "report", "plan", "bench"])
+def test_every_command_explains_itself(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([name, "--help"])
+    assert ended.value.code == 0
+    assert f"Usage: phalanx {name}" in capsys.readouterr().out

@@ -1,0 +1,109 @@
+"""A rank that dies, raises or stalls: every other rank hears of it soon, by name."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+from torch import nn
+
+import phalanx
+from phalanx.errors import CollectiveTimeout, PeerFailure
+from tests.cluster import spawn_ranks
+from tests.ddp.zoo import batch, make
+
+
+def _step(wrapped: nn.Module, step: int, rank: int) -> None:
+    x, y = batch(step, rank)
+    nn.functional.mse_loss(wrapped(x), y).backward()
+
+
+def survive(rank: int, world: int, how: str) -> tuple[str, str, tuple[int, ...], float]:
+    wrapped = phalanx.DistributedDataParallel(make("gpt"), bucket_cap_mb=0.001)
+    for step in range(3):
+        _step(wrapped, step, rank)
+    started = time.monotonic()
+    if rank == 1:
+        if how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif how == "killed in backward":
+            hook = wrapped.module.embed.weight.register_hook(lambda grad: os.kill(os.getpid(), signal.SIGKILL))
+            _step(wrapped, 3, rank)
+            hook.remove()
+        elif how == "raised in forward":
+            wrapped.module.register_forward_pre_hook(_explode)
+            _step(wrapped, 3, rank)
+        elif how == "stalled":
+            time.sleep(60)
+    try:
+        _step(wrapped, 3, rank)
+        _step(wrapped, 4, rank)
+    except phalanx.PhalanxError as error:
+        ranks = getattr(error, "ranks", ())
+        return type(error).__name__, str(error), ranks, time.monotonic() - started
+    return "none", "", (), time.monotonic() - started
+
+
+def _explode(module: nn.Module, inputs: object) -> None:
+    raise ZeroDivisionError("the data of rank 1 is broken")
+
+
+@pytest.mark.parametrize("how", ["killed", "killed in backward", "raised in forward"])
+def test_survivors_name_a_lost_rank_within_five_seconds(how: str) -> None:
+    outcomes = spawn_ranks(3, survive, how, timeout_s=60)
+    assert outcomes[1].exitcode != 0, "the fault fired"
+    for outcome in (outcomes[0], outcomes[2]):
+        kind, message, ranks, seconds = outcome.value
+        assert kind == PeerFailure.__name__, message
+        assert ranks == (1,) and "rank 1" in message and "step 3, bucket" in message
+        assert seconds < 5
+        if how == "raised in forward":
+            assert "the data of rank 1 is broken" in message
+
+
+def test_a_silent_rank_is_named_at_the_time_limit() -> None:
+    outcomes = spawn_ranks(2, survive, "stalled", timeout_s=25, pg_timeout_s=4)
+    kind, message, ranks, seconds = outcomes[0].value
+    assert kind == CollectiveTimeout.__name__, message
+    assert ranks == (1,) and "time limit of 4 s" in message and 4 <= seconds < 12
+
+
+def first_rank_dies(rank: int, world: int) -> tuple[str, tuple[int, ...], float]:
+    wrapped = phalanx.DistributedDataParallel(make("mlp"))
+    _step(wrapped, 0, rank)
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)  # takes the store with it
+    started = time.monotonic()
+    with pytest.raises(phalanx.PhalanxError) as raised:
+        _step(wrapped, 1, rank)
+    return str(raised.value), raised.value.ranks, time.monotonic() - started  # type: ignore[attr-defined]
+
+
+def test_the_death_of_rank_0_is_named_though_the_store_dies_with_it() -> None:
+    outcomes = spawn_ranks(3, first_rank_dies, timeout_s=60)
+    assert outcomes[0].exitcode == -signal.SIGKILL
+    for outcome in outcomes[1:]:
+        message, ranks, seconds = outcome.value
+        assert ranks == (0,) and "rank 0" in message and seconds < 5
+
+
+def caught_and_gone_on(rank: int, world: int) -> list[torch.Tensor]:
+    wrapped = phalanx.DistributedDataParallel(make("mlp"))
+    _step(wrapped, 0, rank)
+    handle = wrapped.module.register_forward_pre_hook(_explode)
+    with pytest.raises(ZeroDivisionError):
+        _step(wrapped, 1, rank)
+    handle.remove()
+    wrapped.zero_grad()
+    _step(wrapped, 1, rank)
+    time.sleep(1.5 * rank)  # rank 0 waits long enough to look at the blackboard
+    _step(wrapped, 2, rank)
+    return [param.grad.clone() for param in wrapped.parameters()]
+
+
+def test_a_failure_that_was_caught_is_forgotten() -> None:
+    outcomes = spawn_ranks(2, caught_and_gone_on, timeout_s=60)
+    assert all(torch.equal(a, b) for a, b in zip(outcomes[0].value, outcomes[1].value, strict=True))

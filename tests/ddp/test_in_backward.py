@@ -1,0 +1,141 @@
+"""Optimizers that step during backward, alone and wrapped, and delayed all-reduce."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import phalanx
+from phalanx.optim import apply_in_backward
+from tests.cluster import run_ranks
+from tests.ddp.zoo import batch, make
+
+
+def _loss(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+    x, y = batch(step, rank)
+    return nn.functional.mse_loss(model(x), y)
+
+
+def _params(model: nn.Module) -> list[torch.Tensor]:
+    return [param.detach().clone() for param in model.parameters()]
+
+
+def stepped(rank: int, world: int, way: str, max_norm: float | None, accumulate: bool) -> list[torch.Tensor]:
+    model = make("mlp")
+    handle = None
+    if way == "in backward":
+        handle = apply_in_backward(torch.optim.Adam, model.parameters(), lr=0.01, max_norm=max_norm)
+    wrapped = phalanx.DistributedDataParallel(model, bucket_cap_mb=0.001)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01) if way == "after" else None
+    for step in range(4):
+        if accumulate:
+            with wrapped.no_sync():
+                _loss(wrapped, 10 + step, rank).backward()
+        _loss(wrapped, step, rank).backward()
+        if optimizer is None:
+            assert all(param.grad is None for param in model.parameters()), "gradients are freed"
+        else:
+            if max_norm is not None:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+    if handle is not None and max_norm is not None:
+        assert handle.last_norm is not None
+    return _params(model)
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.05])
+@pytest.mark.parametrize("accumulate", [False, True], ids=["every step", "accumulating"])
+def test_stepping_in_backward_equals_stepping_after_it(max_norm: float | None, accumulate: bool) -> None:
+    inside = run_ranks(2, stepped, "in backward", max_norm, accumulate)
+    after = run_ranks(2, stepped, "after", max_norm, accumulate)
+    for got, same, want in zip(inside[0], inside[1], after[0], strict=True):
+        assert torch.equal(got, same)
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.05])
+def test_it_works_without_a_wrapper_too(max_norm: float | None) -> None:
+    model, reference = make("mlp"), make("mlp")
+    handle = apply_in_backward(torch.optim.SGD, model.parameters(), lr=0.1, max_norm=max_norm)
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
+    for step in range(3):
+        with handle.accumulate():
+            _loss(model, 10 + step, 0).backward()
+        _loss(model, step, 0).backward()
+        _loss(reference, 10 + step, 0).backward()
+        _loss(reference, step, 0).backward()
+        if max_norm is not None:
+            torch.nn.utils.clip_grad_norm_(reference.parameters(), max_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+    for got, want in zip(_params(model), _params(reference), strict=True):
+        torch.testing.assert_close(got, want)
+    assert len(handle.param_groups) == len(list(model.parameters()))
+
+
+def test_wrong_arguments_are_refused() -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="no parameters"):
+        apply_in_backward(torch.optim.SGD, [])
+    with pytest.raises(TypeError, match="require a gradient"):
+        apply_in_backward(torch.optim.SGD, [torch.ones(2)])
+    with pytest.raises(ValueError, match="max_norm"):
+        apply_in_backward(torch.optim.SGD, model.parameters(), max_norm=0.0)
+
+
+class TwoTowers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.early, self.late = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.late(torch.tanh(self.early(x)))
+
+
+def delayed_grads(rank: int, world: int, everything: bool) -> list[list[torch.Tensor]]:
+    torch.manual_seed(rank)
+    model = TwoTowers()
+    chosen = [(n, p) for n, p in model.named_parameters() if everything or n.startswith("late")]
+    wrapped = phalanx.DistributedDataParallel(
+        model, delay_all_reduce_named_params=chosen, param_to_hook_all_reduce=model.early.weight
+    )
+    seen = []
+    for step in range(3):
+        wrapped.zero_grad()
+        if step == 1:
+            with wrapped.no_sync():
+                _loss(wrapped, 10, rank).backward()
+        _loss(wrapped, step, rank).backward()
+        seen.append([param.grad.clone() for param in model.parameters()])
+    return [*seen, _params(model)]
+
+
+@pytest.mark.parametrize("everything", [False, True], ids=["some", "all"])
+def test_delayed_parameters_are_replicated_and_averaged(everything: bool) -> None:
+    results = run_ranks(2, delayed_grads, everything)
+    for first, second in zip(*results, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    torch.manual_seed(0)
+    model = TwoTowers()
+    for step in range(3):
+        model.zero_grad()
+        for rank in range(2):
+            if step == 1:
+                (_loss(model, 10, rank) / 2).backward()
+            (_loss(model, step, rank) / 2).backward()
+        for got, param in zip(results[0][step], model.parameters(), strict=True):
+            torch.testing.assert_close(got, param.grad)
+
+
+def half_the_arguments(rank: int, world: int) -> None:
+    model: Any = TwoTowers()
+    with pytest.raises(ValueError, match="need to be set at the same time"):
+        phalanx.DistributedDataParallel(model, param_to_hook_all_reduce=model.early.weight)
+
+
+def test_delaying_needs_both_arguments() -> None:
+    run_ranks(1, half_the_arguments)
