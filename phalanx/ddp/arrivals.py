@@ -24,11 +24,13 @@ class Arrivals:
         self.first_used = b""  # what the observed pass used
         self.static_used: bytes | None = None  # what every pass uses, by promise
 
-    def again(self, index: int, bucket: LiveBucket) -> None:
+    def again(self, index: int, bucket: LiveBucket, as_views: bool) -> None:
         """More gradient for the same parameter in one pass: only nested backwards do this."""
         self.often[index] = 1
-        if bucket.stage is not Stage.FILLING:
+        place = next(i for i, slot in enumerate(bucket.slots) if slot.param == index)
+        if bucket.stage is not Stage.FILLING or (as_views and bucket.packed[place]):
             self.late.add(bucket.index)
+        bucket.packed[place] = 0
 
     def usage(self, bucket: LiveBucket) -> list[int] | None:
         """Which of the bucket's parameters this rank used since the last reduction; None for all."""

@@ -65,10 +65,10 @@ class LiveBucket:
         dense = () if bucket.sparse else self.slots
         self.views = [_view(self.body, slot, specs[slot.param]) for slot in dense]
         item = bucket.dtype.itemsize
-        self._large = [i for i, slot in enumerate(self.slots) if slot.numel * item >= _LARGE_BYTES]
-        large = set(self._large)
-        self._small = [i for i in range(len(self.slots)) if i not in large]
-        self._small_views = [self.views[i] for i in self._small] if self.views else []
+        # A large gradient goes into the body as soon as it arrives, while it is still in the cache; small
+        # ones together when the bucket is full, because each operation costs more than moving them does.
+        self.large = bytearray(slot.numel * item >= _LARGE_BYTES and not bucket.sparse for slot in self.slots)
+        self.packed = bytearray(len(self.slots))
         self.num_bytes = bucket.num_bytes
         self.stage = Stage.FILLING
         # How many gradients have to arrive before the bucket is full, and how many still do.
@@ -87,6 +87,7 @@ class LiveBucket:
         self.stage = Stage.FILLING
         self.pending = self.expected
         self.held = False
+        self.packed[:] = bytes(len(self.packed))
         self.work = self.tail_work = self.future = self.sparse_grad = None
         self.kept.clear()
 
@@ -98,20 +99,29 @@ class LiveBucket:
         # one ready with an undefined gradient, which is looked for only once something goes wrong.
         grads = cast("list[torch.Tensor]", [param.grad for param in self.params])
         try:
-            if as_views:
-                self._adopt(grads)
-            else:
-                self._copy_in(grads, scale)
+            self._move_in(grads, scale, as_views)
         except (AttributeError, TypeError, RuntimeError, NotImplementedError):
             if any(grad is None for grad in grads):
                 return False
             # A sparse gradient where the plan expects a dense one: rare, and right this way too.
             if not any(grad.layout != torch.strided for grad in grads):
                 raise
-            self._copy_in([self._densify(i) for i in range(len(grads))], scale)
-        if as_views and scale != 1.0:
-            self.body.mul_(scale)
+            self._move_in([self._densify(i) for i in range(len(grads))], scale, as_views)
         return True
+
+    def pack_one(self, i: int, scale: float, as_views: bool) -> None:
+        """Bring the i-th gradient into the body, ahead of the others."""
+        param, view = self.params[i], self.views[i]
+        grad = param.grad
+        if grad is None or grad.layout != torch.strided:
+            return
+        if scale != 1.0:
+            torch.mul(grad, scale, out=view)
+        elif grad is not view:
+            view.copy_(grad)
+        if as_views and grad is not view:
+            param.grad = view
+        self.packed[i] = 1
 
     def with_gradient(self, used: Sequence[int] | None) -> list[int]:
         """`used` (None for all) without the parameters that have no gradient."""
@@ -131,12 +141,10 @@ class LiveBucket:
                 self.kept[i] = grad.detach().clone()
             if grad is None:
                 view.zero_()
-            elif not _same(grad, view):
-                view.copy_(grad)
+            elif not self.packed[i]:
+                torch.mul(grad, scale, out=view)
             if as_views and used[i]:
                 param.grad = view
-        if scale != 1.0:
-            self.body.mul_(scale)
 
     def _densify(self, i: int) -> torch.Tensor:
         grad = self.params[i].grad
@@ -145,30 +153,20 @@ class LiveBucket:
             grad = self.params[i].grad = grad.to_dense()
         return grad
 
-    def _copy_in(self, grads: list[torch.Tensor], scale: float) -> None:
-        if scale == 1.0:
-            torch._foreach_copy_(self.views, grads)
-        elif not self._large:
-            torch._foreach_copy_(self.views, grads)
-            self.body.mul_(scale)
-        else:
-            for i in self._large:
-                torch.mul(grads[i], scale, out=self.views[i])
-            if self._small:
-                torch._foreach_copy_(self._small_views, [grads[i] for i in self._small])
-                torch._foreach_mul_(self._small_views, scale)
-
-    def _adopt(self, grads: list[torch.Tensor]) -> None:
-        """Make each gradient the view itself; those that already are cost nothing."""
-        strangers = [i for i, grad in enumerate(grads) if grad is not self.views[i]]
-        if not strangers:
-            return
-        moved = [i for i in strangers if not _same(grads[i], self.views[i])]
-        sources = [self._densify(i) for i in moved]
+    def _move_in(self, grads: list[torch.Tensor], scale: float, as_views: bool) -> None:
+        """Everything that is not packed yet, by one operation over all views and one to scale them."""
+        rest = [i for i, done in enumerate(self.packed) if not done]
+        moved = [i for i in rest if not (as_views and _same(grads[i], self.views[i]))]
         if moved:
-            torch._foreach_copy_([self.views[i] for i in moved], sources)
-        for i in strangers:
-            self.params[i].grad = self.views[i]
+            torch._foreach_copy_([self.views[i] for i in moved], [grads[i] for i in moved])
+        if scale != 1.0 and len(rest) == len(grads):
+            self.body.mul_(scale)
+        elif scale != 1.0 and rest:
+            torch._foreach_mul_([self.views[i] for i in rest], scale)
+        if as_views:
+            for i in rest:
+                if grads[i] is not self.views[i]:
+                    self.params[i].grad = self.views[i]
 
     # -- out -----------------------------------------------------------------------------------
 

@@ -31,6 +31,7 @@ from .agreement import verify_same
 from .bucket import LiveBucket
 from .buffers import BufferHookLocation, BufferSync
 from .delayed import DelayedReduction
+from .distributed_autograd import current_context
 from .frames import call, hides_from_dynamo, transparent, untraced
 from .join import ShadowTraining, announce_reduction, common_rank
 from .precision import LowPrecision, MixedPrecision
@@ -200,9 +201,6 @@ class DistributedDataParallel(TorchNames, torch.nn.Module, Joinable):
     # -- forward -------------------------------------------------------------------------------
 
     @transparent
-    # Under torch.compile the wrapped module is compiled, the wrapper is not: what it does around the module
-    # talks to other ranks. Private, because the public decorator imports the whole compiler with this module.
-    @torch._disable_dynamo(recursive=False)
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         with torch.autograd.profiler.record_function("DistributedDataParallel.forward"):
             inputs, kwargs = self._before_forward(inputs, kwargs)
@@ -239,7 +237,6 @@ class DistributedDataParallel(TorchNames, torch.nn.Module, Joinable):
         self.patience.board.post_failure(f"{type(error).__name__} in forward: {error}")
 
     @untraced
-    @torch._disable_dynamo
     def _before_forward(self, inputs: Any, kwargs: Any) -> tuple[Any, Any]:
         self.patience.board.retract_failure()
         if torch.is_grad_enabled() and self._reducer is not None:
@@ -264,7 +261,6 @@ class DistributedDataParallel(TorchNames, torch.nn.Module, Joinable):
         return inputs, kwargs
 
     @untraced
-    @torch._disable_dynamo
     def _after_forward(self, output: Any) -> None:
         if self._reducer is not None:
             self._reducer.timeline.forward_end_ns = trace.now_ns()
@@ -278,6 +274,7 @@ class DistributedDataParallel(TorchNames, torch.nn.Module, Joinable):
             self._delayed.prepare()
         if not torch.is_grad_enabled() or self._reducer is None:
             return
+        self._reducer.context_id = current_context()
         begin = self._begin_reduced if reduces else self._begin_local
         if not reduces and self._low is None:
             self._reducer.arm(False)

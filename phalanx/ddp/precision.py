@@ -69,6 +69,7 @@ class LowPrecision:
         return map_tensors(args, cast), map_tensors(kwargs, cast)
 
     def _make_low(self) -> list[torch.Tensor]:
+        wanted: list[tuple[torch.Tensor, torch.dtype | None]]
         wanted = [(param, self.config.param_dtype) for param in self._params]
         wanted += [(buffer, self.config.buffer_dtype) for buffer in self._buffers]
         return [tensor.data if dtype is None else tensor.data.to(dtype) for tensor, dtype in wanted]

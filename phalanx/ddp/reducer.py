@@ -13,7 +13,8 @@ from __future__ import annotations
 import enum
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +27,7 @@ from ..errors import PhalanxError, ReductionError
 from ..plan import BucketPlan, plan_of
 from .arrivals import Arrivals
 from .bucket import LiveBucket, Stage
+from .distributed_autograd import ContextGradients
 from .observation import Arrange, agree_on_plan, check_static, trigger_of
 from .reduction import AllReduce, Reduction
 from .sparse import pack_sparse, unpack_sparse
@@ -36,6 +38,12 @@ from .verdicts import changed_graph, nothing_left, out_of_step, too_late, unused
 # The id of the running backward pass, -1 outside. Private, but the only way to tell a nested backward
 # (reentrant checkpointing) from its parent; tests/ddp/test_torch_internals.py notices if it moves.
 _current_backward: Callable[[], int] = torch._C._current_graph_task_id
+
+
+def _is_final(param: torch.Tensor) -> bool:
+    """Whether the gradient stays as it is: a user's hook that runs after ours may still change it."""
+    hooks = param._post_accumulate_grad_hooks
+    return hooks is None or len(hooks) == 1
 
 
 class Phase(enum.Enum):
@@ -67,6 +75,8 @@ class Reducer:
         self.options = options
         self.params = list(params)
         self._every_param = self.params  # also those that are left out once known to be unused
+        # Of distributed autograd, if the last forward ran in one.
+        self.context_id: int | None = None
         self.weight: float | None = None  # this rank's share in the mean; None is 1 like everyone's
         self.step = 0
         self.num_rebuilds = 0
@@ -95,9 +105,11 @@ class Reducer:
         self.buckets = self._allocate(plan)
         count = len(self.params)
         self._bucket_of = [self.buckets[0]] * count
+        self._place_of = [0] * count
         for bucket in self.buckets:
-            for slot in bucket.slots:
+            for place, slot in enumerate(bucket.slots):
                 self._bucket_of[slot.param] = bucket
+                self._place_of[slot.param] = place
         self._unused: list[int] = []
         self._next = 0
         self._phase = Phase.IDLE
@@ -161,8 +173,9 @@ class Reducer:
         # Weak, because a parameter's hooks are invisible to the garbage collector: a strong reference
         # would keep model, buckets and process group alive for ever.
         reference = weakref.ref(self)
+        place = self._place_of[index]
 
-        def on_gradient(_param: torch.Tensor) -> None:
+        def on_gradient(param: torch.Tensor) -> None:
             reducer = reference()
             if reducer is None:
                 return
@@ -176,15 +189,17 @@ class Reducer:
                 arrivals.sequence.append(index)
             bucket = reducer._bucket_of[index]
             if arrivals.fired[index]:
-                arrivals.again(index, bucket)
+                arrivals.again(index, bucket, reducer.options.as_views)
                 return
             arrivals.fired[index] = 1
             if arrivals.often[index] or _current_backward() != reducer._task:
                 # A nested backward may bring this parameter more gradient later in the same pass.
                 bucket.held = True
+            elif bucket.large[place]:
+                reducer._large_arrived(bucket, place, param)
             bucket.pending -= 1
             if not bucket.pending:
-                reducer._filled(bucket)
+                reducer._filled(bucket, param)
 
         return on_gradient
 
@@ -192,7 +207,7 @@ class Reducer:
         """The only hook of a bucket whose order of gradients is known: it waits for the last one."""
         reference = weakref.ref(self)
 
-        def on_last_gradient(_param: torch.Tensor) -> None:
+        def on_last_gradient(param: torch.Tensor) -> None:
             reducer = reference()
             if reducer is None:
                 return
@@ -203,7 +218,7 @@ class Reducer:
             bucket = reducer.buckets[bucket_index]
             bucket.pending -= 1
             if not bucket.pending:
-                reducer._filled(bucket)
+                reducer._filled(bucket, param)
 
         return on_last_gradient
 
@@ -230,9 +245,15 @@ class Reducer:
         self.timeline.begin(self.step, self.buckets)
         Variable._execution_engine.queue_callback(self._end)
 
-    def _filled(self, bucket: LiveBucket) -> None:
+    @torch.no_grad()
+    def _large_arrived(self, bucket: LiveBucket, place: int, param: torch.Tensor) -> None:
+        if not self.arrivals.observing and _is_final(param):
+            scale = self.reduction.pack_scale * (1.0 if self.weight is None else self.weight)
+            bucket.pack_one(place, scale, self.options.as_views)
+
+    def _filled(self, bucket: LiveBucket, param: torch.Tensor) -> None:
         self.timeline.filled(bucket.index)
-        if not self.arrivals.observing:
+        if not self.arrivals.observing and _is_final(param):
             self._launch_ready()
 
     def _launch_ready(self) -> None:
@@ -285,12 +306,13 @@ class Reducer:
         """Runs when the whole backward pass has ended; returns with every gradient averaged."""
         self.timeline.backward_ended()
         try:
-            for bucket in self.buckets[self._next :]:
-                self._launch(bucket)
-            for callback in self.on_flushed:
-                callback()
-            for index in self._finish_all():
-                self._reduce_again(self.buckets[index])
+            with self._gradients_in_place():
+                for bucket in self.buckets[self._next :]:
+                    self._launch(bucket)
+                for callback in self.on_flushed:
+                    callback()
+                for index in self._finish_all():
+                    self._reduce_again(self.buckets[index])
         except PhalanxError as error:
             self.patience.board.post_failure(f"{type(error).__name__}: {error}")
             raise
@@ -303,6 +325,25 @@ class Reducer:
             self._settle()
         for callback in self.on_reduced:
             callback()
+
+    @contextmanager
+    def _gradients_in_place(self) -> Iterator[None]:
+        """Inside, gradients are where the reducer looks for them: a distributed backward keeps them elsewhere."""
+        remote = None
+        if self.context_id is not None and not any(self.arrivals.fired):
+            remote = ContextGradients(self.context_id, self.params)
+        if remote is None or not remote.present:
+            yield
+            return
+        for index in remote.present:
+            self.arrivals.fired[index] = 1
+            self._bucket_of[index].pending -= 1
+        views, self.options.as_views = self.options.as_views, False
+        try:
+            with remote.lent():
+                yield
+        finally:
+            self.options.as_views = views
 
     def _finish_all(self) -> tuple[int, ...]:
         """Wait for the buckets and give out their means; returns those that must go again.

@@ -113,16 +113,13 @@ def failure_of(doing: str, asked: int, failures: Sequence[WorkerFailure], remedy
     return WorkersFailed(f"{message}\n{remedy}" if remedy else message, failures)
 
 
-def step_failure(
-    step: int, asked: int, failures: Sequence[WorkerFailure], applied: Sequence[str]
-) -> StepFailed:
+def step_failure(step: int, asked: int, failures: Sequence[WorkerFailure], applied: Sequence[str]) -> StepFailed:
     """The error for a step that failed on `failures` and is done on `applied`."""
     error = StepFailed("", failures, step, applied)
     torn = [failure.worker for failure in failures if failure.touched]
     lines = [
         describe(f"step {step}", asked, failures),
-        f"applied on: {_names(applied)}; failed on: {_names(error.failed)}; "
-        f"not known on: {_names(error.unknown)}.",
+        f"applied on: {_names(applied)}; failed on: {_names(error.failed)}; not known on: {_names(error.unknown)}.",
     ]
     if torn:
         lines.append(f"The optimizer raised while updating on {_names(torn)}, perhaps half way through.")

@@ -21,6 +21,7 @@ from phalanx.remote.groups import Changes, Ledger, Options
 from phalanx.remote.owned import GroupSpec
 from phalanx.remote.owner import Created
 from phalanx.remote.state import Part
+from phalanx.remote.wire import STEP, read_answer, step_args
 
 _TIMEOUT_TEXT = "RPC ran for more than"
 
@@ -68,7 +69,8 @@ class Pending:
 
     owner: Owner
     wait: Callable[[], Any]
-    changes: Changes | None = None
+    changes: Changes | None
+    read: Callable[[Any], Any]
 
 
 @dataclass
@@ -92,9 +94,20 @@ def launch(
     owner: Owner, verb: str, args: tuple[Any, ...], changes: Changes | None, timeout_s: float | None = None
 ) -> Pending:
     """Start a method of the owned optimizer, telling it changed options on the way."""
-    pending = _launch(owner, owner_side.serve, (owner.handle, verb, changes, owner.stale, *args), timeout_s)
-    pending.changes = changes
-    return pending
+    return _launch(owner, owner_side.serve, (owner.handle, verb, changes, owner.stale, *args), timeout_s, changes)
+
+
+def launch_step(
+    owner: Owner,
+    number: int,
+    context_id: int | None,
+    deadline: float,
+    changes: Changes | None,
+    timeout_s: float | None = None,
+) -> Pending:
+    """Start a step, the short way. `deadline` is on the caller's clock."""
+    args = step_args(owner.handle, number, context_id, deadline + owner.clock_lead_s, changes, owner.stale)
+    return _launch(owner, STEP, args, timeout_s, changes, read_answer)
 
 
 def release(owner: Owner) -> None:
@@ -113,16 +126,14 @@ def collect(pendings: Sequence[Pending], timeout_s: float | None = None) -> Answ
     # The caller's own share first: the other owners are working meanwhile.
     for pending in sorted(pendings, key=lambda pending: not pending.owner.is_caller):
         try:
-            record, result, *told = pending.wait()
+            record, result, *told = pending.read(pending.wait())
         except Exception as error:
             pending.owner.stale = True
             answers.failures.append(_unanswered(pending.owner.name, error, timeout_s))
             continue
         if record is not None:
             kind, message, traceback, touched = record
-            answers.failures.append(
-                WorkerFailure(pending.owner.name, kind, message, traceback, touched=touched)
-            )
+            answers.failures.append(WorkerFailure(pending.owner.name, kind, message, traceback, touched=touched))
             pending.owner.stale = True
             continue
         answers.results[pending.owner.name] = result
@@ -136,19 +147,26 @@ def collect(pendings: Sequence[Pending], timeout_s: float | None = None) -> Answ
     return answers
 
 
-def _launch(owner: Owner, function: Any, args: tuple[Any, ...], timeout_s: float | None) -> Pending:
+def _launch(
+    owner: Owner,
+    function: Any,
+    args: tuple[Any, ...],
+    timeout_s: float | None,
+    changes: Changes | None = None,
+    read: Callable[[Any], Any] = tuple,
+) -> Pending:
     if owner.is_caller:
-        return Pending(owner, lambda: function(*args))
+        return Pending(owner, lambda: function(*args), changes, read)
     limit = {} if timeout_s is None else {"timeout": timeout_s}
     try:
-        return Pending(owner, rpc.rpc_async(owner.info, function, args=args, **limit).wait)
+        return Pending(owner, rpc.rpc_async(owner.info, function, args=args, **limit).wait, changes, read)
     except Exception as error:
         refused = error
 
         def fail() -> Any:
             raise refused
 
-        return Pending(owner, fail)
+        return Pending(owner, fail, changes, read)
 
 
 def _unanswered(worker: str, error: Exception, timeout_s: float | None) -> WorkerFailure:
@@ -158,9 +176,5 @@ def _unanswered(worker: str, error: Exception, timeout_s: float | None) -> Worke
         return WorkerFailure(worker, type(error).__name__, text)
     if _TIMEOUT_TEXT in text:
         limit = "the RPC time limit" if timeout_s is None else f"{timeout_s:g} s"
-        return WorkerFailure(
-            worker, "timeout", f"no answer within {limit}; it is stalled or too slow.", answered=False
-        )
-    return WorkerFailure(
-        worker, "unreachable", f"no answer; it died or cannot be reached ({text}).", answered=False
-    )
+        return WorkerFailure(worker, "timeout", f"no answer within {limit}; it is stalled or too slow.", answered=False)
+    return WorkerFailure(worker, "unreachable", f"no answer; it died or cannot be reached ({text}).", answered=False)

@@ -44,7 +44,7 @@ class Ledger:
             put = {
                 key: value
                 for key, value in group.items()
-                if key != "params" and not (key in known and same(known[key], value))
+                if key != "params" and not (key in known and (known[key] is value or same(known[key], value)))
             }
             removed = tuple(key for key in known if key not in group)
             if put or removed:
@@ -85,9 +85,7 @@ def agree(values: Mapping[str, Any]) -> Any:
 def merge(held: Mapping[str, Mapping[str, Any]]) -> Options:
     """One group's options out of what each owner of it holds."""
     keys = dict.fromkeys(key for options in held.values() for key in options)
-    return {
-        key: agree({owner: options[key] for owner, options in held.items() if key in options}) for key in keys
-    }
+    return {key: agree({owner: options[key] for owner, options in held.items() if key in options}) for key in keys}
 
 
 def same(left: Any, right: Any) -> bool:

@@ -46,9 +46,7 @@ def find_interface(wanted: str | None) -> Interface:
     for interface in interfaces:
         if wanted in interface:
             return interface
-    raise ConfigError(
-        f"interface={wanted!r}: there is none of that name or IPv4 address, only {_listed(interfaces)}."
-    )
+    raise ConfigError(f"interface={wanted!r}: there is none of that name or IPv4 address, only {_listed(interfaces)}.")
 
 
 def resolve(host: str) -> str:
@@ -56,9 +54,7 @@ def resolve(host: str) -> str:
     try:
         return socket.gethostbyname(host)
     except OSError as error:
-        raise ConfigError(
-            f"the master address {host!r} does not resolve to an IPv4 address: {error}."
-        ) from error
+        raise ConfigError(f"the master address {host!r} does not resolve to an IPv4 address: {error}.") from error
 
 
 def listening() -> set[tuple[str, int]]:
@@ -79,9 +75,7 @@ def listen_on(address: str, port: int) -> socket.socket:
         listener.listen(socket.SOMAXCONN)
     except OSError as error:
         listener.close()
-        raise ConfigError(
-            f"rank 0 cannot listen on {address}:{port}: {error}. Choose a free MASTER_PORT."
-        ) from error
+        raise ConfigError(f"rank 0 cannot listen on {address}:{port}: {error}. Choose a free MASTER_PORT.") from error
     return listener
 
 

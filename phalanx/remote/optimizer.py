@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from phalanx.errors import ArgumentTypeError, ConfigError, RemoteError, StateError
 from phalanx.remote import fanout
 from phalanx.remote.failures import failure_of, step_failure
-from phalanx.remote.fanout import Answers, Owner
+from phalanx.remote.fanout import Answers, Owner, Pending
 from phalanx.remote.groups import Changes, Options, PerOwner, agree, merge
 from phalanx.remote.placement import Group, Share, parse, parse_group, place
 from phalanx.remote.state import Part, StateDict, join, split
@@ -52,9 +52,7 @@ class DistributedOptimizer(Optimizer):
 
     param_groups: list[dict[str, Any]]
 
-    def __init__(
-        self, optimizer_class: Callable[..., Optimizer], params_rref: Any, *args: Any, **kwargs: Any
-    ) -> None:
+    def __init__(self, optimizer_class: Callable[..., Optimizer], params_rref: Any, *args: Any, **kwargs: Any) -> None:
         if not callable(optimizer_class):
             raise ArgumentTypeError(
                 f"optimizer_class is a {type(optimizer_class).__name__}; expected an optimizer class."
@@ -98,7 +96,8 @@ class DistributedOptimizer(Optimizer):
         number = next(self._numbers)
         deadline = time.monotonic() + limit_s
         answers = self._ask(
-            "step", lambda owner: (number, context_id, deadline + owner.clock_lead_s), timeout_s=timeout_s
+            lambda owner, changes: fanout.launch_step(owner, number, context_id, deadline, changes, timeout_s),
+            timeout_s,
         )
         if answers.failures:
             raise step_failure(number, len(self._owners), answers.failures, list(answers.results))
@@ -112,7 +111,9 @@ class DistributedOptimizer(Optimizer):
 
     def applied_on(self, step: int, *, timeout_s: float | None = None) -> dict[str, bool | None]:
         """Ask every owner whether it has applied `step`, a number from StepFailed; None: no answer."""
-        answers = self._ask("has_applied", lambda owner: (step,), timeout_s=timeout_s)
+        answers = self._ask(
+            lambda owner, changes: fanout.launch(owner, "has_applied", (step,), changes, timeout_s), timeout_s
+        )
         return {name: answers.results.get(name) for name in self.owners}
 
     def accumulate(self, context_id: int) -> None:
@@ -172,9 +173,7 @@ class DistributedOptimizer(Optimizer):
         known = {owner.info.id: owner for owner in self._owners}
         old = [share for share in shares if share.info.id in known]
         created, _ = self._create([share for share in shares if share.info.id not in known])
-        pendings = [
-            fanout.launch(known[share.info.id], "add_group", (share.specs[0],), None) for share in old
-        ]
+        pendings = [fanout.launch(known[share.info.id], "add_group", (share.specs[0],), None) for share in old]
         answers = fanout.collect(pendings)
         if answers.failures:
             undone = [
@@ -198,9 +197,7 @@ class DistributedOptimizer(Optimizer):
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         saved = self._demand("save the state", "save", lambda owner: ())
-        whole = join(
-            [owner.part for owner in self._owners], [saved[name] for name in self.owners], self._sizes()
-        )
+        whole = join([owner.part for owner in self._owners], [saved[name] for name in self.owners], self._sizes())
         for after in self._optimizer_state_dict_post_hooks.values():
             whole = after(self, whole) or whole
         return whole
@@ -213,9 +210,9 @@ class DistributedOptimizer(Optimizer):
             state_dict = before(self, state_dict) or state_dict
         cut = split(state_dict, [owner.part for owner in self._owners], self._sizes())
         parts = dict(zip(self.owners, cut, strict=True))
-        staged = self._ask("stage", lambda owner: (parts[owner.name],))
+        staged = self._ask(lambda owner, changes: fanout.launch(owner, "stage", (parts[owner.name],), changes))
         if staged.failures:
-            self._ask("discard", lambda owner: ())
+            self._ask(lambda owner, changes: fanout.launch(owner, "discard", (), changes))
             raise failure_of("load_state_dict, nothing was changed", len(self._owners), staged.failures)
         committed = self._demand("load_state_dict, commit", "commit", lambda owner: ())
         for owner in self._owners:
@@ -279,24 +276,20 @@ class DistributedOptimizer(Optimizer):
         }
         return {"params": list(group.params), **merge(held)}
 
-    def _ask(
-        self, verb: str, args: Callable[[Owner], tuple[Any, ...]], timeout_s: float | None = None
-    ) -> Answers:
-        """Send `verb` to every owner, with changed options on board; take over what they tell."""
+    def _ask(self, launch: Callable[[Owner, Changes | None], Pending], timeout_s: float | None = None) -> Answers:
+        """Launch a call on every owner, with changed options on board; take over what they tell."""
         with self._lock:
             self._usable()
-            pendings = [
-                fanout.launch(owner, verb, args(owner), self._changes(owner), timeout_s)
-                for owner in self._owners
-            ]
+            pendings = [launch(owner, self._changes(owner)) for owner in self._owners]
         answers = fanout.collect(pendings, timeout_s)
-        with self._lock:
-            for owner, told in answers.told:
-                self._take_over(owner, told)
+        if answers.told:
+            with self._lock:
+                for owner, told in answers.told:
+                    self._take_over(owner, told)
         return answers
 
     def _demand(self, doing: str, verb: str, args: Callable[[Owner], tuple[Any, ...]]) -> dict[str, Any]:
-        answers = self._ask(verb, args)
+        answers = self._ask(lambda owner, changes: fanout.launch(owner, verb, args(owner), changes))
         if answers.failures:
             raise failure_of(doing, len(self._owners), answers.failures)
         return answers.results

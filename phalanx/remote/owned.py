@@ -66,10 +66,7 @@ class OwnedOptimizer:
         params = (
             resolved[0]
             if bare
-            else [
-                {**(spec.options or {}), "params": tensors}
-                for spec, tensors in zip(specs, resolved, strict=True)
-            ]
+            else [{**(spec.options or {}), "params": tensors} for spec, tensors in zip(specs, resolved, strict=True)]
         )
         self.optimizer = make(params, *args, **kwargs)
         self._packer = Packer(self.optimizer)
@@ -95,8 +92,7 @@ class OwnedOptimizer:
                 )
             if id(value) in self._seen:
                 raise ConfigError(
-                    f"parameters {self._seen[id(value)]} and {position} are the same tensor. "
-                    "Name each parameter once."
+                    f"parameters {self._seen[id(value)]} and {position} are the same tensor. Name each parameter once."
                 )
             self._seen[id(value)] = position
             tensors.append(value)
@@ -120,9 +116,7 @@ class OwnedOptimizer:
         """Apply one update, unless `deadline` (on this worker's clock) passes before it begins."""
         asked = time.monotonic()
         if not UPDATES.acquire(timeout=max(deadline - asked, 0.0)):
-            raise RemoteError(
-                "the time limit passed while another update was under way; nothing was changed here."
-            )
+            raise RemoteError("the time limit passed while another update was under way; nothing was changed here.")
         try:
             begun = time.monotonic()
             if begun > deadline:
@@ -156,9 +150,7 @@ class OwnedOptimizer:
         if self._accumulated and context_id is not None:
             self.accumulate(context_id)
         gradients = self.gradients(context_id)
-        found = [
-            (number, gradients[param]) for number, param in enumerate(self.params()) if param in gradients
-        ]
+        found = [(number, gradients[param]) for number, param in enumerate(self.params()) if param in gradients]
         norms = [torch.linalg.vector_norm(_values(grad), norm_type) for _, grad in found]
         return [number for number, _ in found], norms
 
@@ -262,9 +254,7 @@ class OwnedOptimizer:
         for number, param in enumerate(self.params()):
             new, held = state.get(number, {}), self.optimizer.state.get(param)
             if held and new and set(held) != set(new):
-                raise StateError(
-                    f"parameter {number} here has state {sorted(held)}, the saved one {sorted(new)}."
-                )
+                raise StateError(f"parameter {number} here has state {sorted(held)}, the saved one {sorted(new)}.")
             for key, value in new.items():
                 like = held[key] if held else param
                 if not _fits(value, like, exact=bool(held) or strict):

@@ -68,9 +68,7 @@ def serve(
     try:
         owned = _OWNED.get(handle)
         if owned is None:
-            raise RemoteError(
-                "this worker no longer holds that optimizer: it was closed, or RPC was restarted."
-            )
+            raise RemoteError("this worker no longer holds that optimizer: it was closed, or RPC was restarted.")
         if changes:
             owned.take_options(changes)
         result = getattr(owned, verb)(*args)

@@ -80,6 +80,7 @@ class Packer:
         self._shadow: Optimizer | None = None
         self._packs: list[_Pack] = []
         self._packed: set[int] = set()
+        self._all_packed = False
         # Ids of the loose parameters of the last step: packs are made when two steps in a row agree,
         # so that gradients which come and go do not pack and unpack at every step. The first step counts
         # as agreed.
@@ -90,12 +91,7 @@ class Packer:
         """Apply `gradients` once; parameters not in it stay untouched. Returns how many were updated."""
         with torch.no_grad():
             packed = self._gather_packed(gradients)
-            loose = [
-                (param, gradients[param])
-                for group in self.optimizer.param_groups
-                for param in group["params"]
-                if id(param) not in self._packed and param in gradients
-            ]
+            loose = [] if self._all_packed else self._gather_loose(gradients)
             if loose and self._elementwise and self._make_packs(loose):
                 packed = self._gather_packed(gradients)
                 loose = [(param, grad) for param, grad in loose if id(param) not in self._packed]
@@ -110,6 +106,7 @@ class Packer:
         for pack in self._packs:
             self._bring_home(pack)
         self._packs, self._packed, self._shadow = [], set(), None
+        self._all_packed = False
         self._last_loose, self._given_up = None, frozenset()
 
     def _gather_packed(self, gradients: Mapping[Tensor, Tensor]) -> list[tuple[_Pack, list[Tensor]]]:
@@ -125,7 +122,16 @@ class Packer:
         if len(whole) < len(self._packs):
             self._packs = [pack for pack, _ in whole]
             self._last_loose = frozenset()
+            self._all_packed = False
         return whole
+
+    def _gather_loose(self, gradients: Mapping[Tensor, Tensor]) -> list[tuple[Tensor, Tensor]]:
+        return [
+            (param, gradients[param])
+            for group in self.optimizer.param_groups
+            for param in group["params"]
+            if id(param) not in self._packed and param in gradients
+        ]
 
     def _make_packs(self, loose: list[tuple[Tensor, Tensor]]) -> bool:
         """Pack what is worth it among `loose`; say whether anything was packed."""
@@ -145,6 +151,7 @@ class Packer:
             self._take_away(pack)
             self._packed.update(map(id, pack.params))
         self._packs += made
+        self._all_packed = len(self._packed) == sum(len(group["params"]) for group in self.optimizer.param_groups)
         self._given_up = self._last_loose = now - self._packed
         return bool(made)
 

@@ -48,9 +48,7 @@ def parse(params_rref: Any) -> list[Group]:
 def parse_group(group: Any, name: str = "param_group") -> Group:
     """One group dict, its "params" an RRef or a list of them."""
     if not isinstance(group, Mapping) or "params" not in group:
-        raise ArgumentTypeError(
-            f"{name} is a {type(group).__name__}; expected a dict with 'params', a list of RRefs."
-        )
+        raise ArgumentTypeError(f"{name} is a {type(group).__name__}; expected a dict with 'params', a list of RRefs.")
     params = group["params"]
     if isinstance(params, rpc.PyRRef):
         params = [params]

@@ -121,9 +121,7 @@ def _start(
     try:
         rpc.init_rpc(session.name, rank=rank, world_size=world_size, rpc_backend_options=options)
     except RuntimeError as error:
-        raise RemoteError(
-            f"{session.name} (rank {rank} of {world_size}): RPC did not start: {error}"
-        ) from error
+        raise RemoteError(f"{session.name} (rank {rank} of {world_size}): RPC did not start: {error}") from error
     finally:
         options.init_method = "env://"
         _MEETING.clear()
@@ -151,15 +149,11 @@ def _make_store(own: Interface, rank: int, world_size: int, timeout_s: float) ->
     # torchrun's agent serves MASTER_PORT itself, and every rank is a client of it.
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        return dist.PrefixStore(
-            f"{_SCHEME}/{attempt}", dist.TCPStore(address, port, world_size, False, timeout)
-        )
+        return dist.PrefixStore(f"{_SCHEME}/{attempt}", dist.TCPStore(address, port, world_size, False, timeout))
     if rank != 0:
         return dist.TCPStore(address, port, world_size, False, timeout)
     if not own.is_loopback and address != own.address:
-        raise ConfigError(
-            f"MASTER_ADDR {host} is {address}, where the others look; rank 0 listens on {own.address}."
-        )
+        raise ConfigError(f"MASTER_ADDR {host} is {address}, where the others look; rank 0 listens on {own.address}.")
     listener = listen_on(own.address, port)
     return dist.TCPStore(
         own.address,

@@ -76,9 +76,7 @@ def split(whole: Mapping[str, Any], parts: Sequence[Part], sizes: Sequence[int])
     known = set(numbers)
     stray = [key for key in state if isinstance(key, int) and key not in known]
     if stray:
-        raise StateError(
-            f"the state dict holds state of parameters {stray[:5]} that are in none of its groups."
-        )
+        raise StateError(f"the state dict holds state of parameters {stray[:5]} that are in none of its groups.")
     common = {key: value for key, value in state.items() if key not in known}
     cut: list[StateDict] = []
     for part in parts:
@@ -99,9 +97,7 @@ def _checked_groups(whole: Mapping[str, Any], sizes: Sequence[int]) -> Sequence[
         raise StateError("a state dict needs the keys 'state' and 'param_groups'; nothing was changed.")
     groups: Sequence[Mapping[str, Any]] = whole["param_groups"]
     if len(groups) != len(sizes):
-        raise StateError(
-            f"the state dict has {len(groups)} groups, the optimizer {len(sizes)}; nothing was changed."
-        )
+        raise StateError(f"the state dict has {len(groups)} groups, the optimizer {len(sizes)}; nothing was changed.")
     for index, (group, size) in enumerate(zip(groups, sizes, strict=True)):
         if len(group["params"]) != size:
             raise StateError(

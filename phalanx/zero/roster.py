@@ -58,6 +58,7 @@ def _kind(item: Any) -> type | None:
 class Roster:
     """Every parameter, its group, its name for messages, and its spec, by number."""
 
+    num_groups: int = 0
     params: list[torch.Tensor] = field(default_factory=list)
     group_of: list[int] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
@@ -67,7 +68,7 @@ class Roster:
     @classmethod
     def of(cls, groups: Sequence[Mapping[str, Any]]) -> Roster:
         """The roster of an optimizer's `param_groups`."""
-        roster = cls()
+        roster = cls(num_groups=len(groups))
         for number, group in enumerate(groups):
             named = group.get("param_names")
             for place, param in enumerate(group["params"]):
@@ -80,12 +81,11 @@ class Roster:
         roster.index_of = {param: index for index, param in enumerate(roster.params)}
         return roster
 
-    def members(self, tensors: Sequence[Sequence[tuple[int, torch.Tensor]]]) -> list[list[torch.Tensor]]:
+    def by_group(self, tensors: Iterable[tuple[int, torch.Tensor]]) -> list[list[torch.Tensor]]:
         """(parameter, tensor) pairs sorted into the groups of their parameters."""
-        groups: list[list[torch.Tensor]] = [[] for _ in range(max(self.group_of, default=-1) + 1)]
-        for pairs in tensors:
-            for index, tensor in pairs:
-                groups[self.group_of[index]].append(tensor)
+        groups: list[list[torch.Tensor]] = [[] for _ in range(self.num_groups)]
+        for index, tensor in tensors:
+            groups[self.group_of[index]].append(tensor)
         return groups
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from tests.cluster import run_ranks
 from tests.comm.contract import all_cases, check_all, covering, does_gloo

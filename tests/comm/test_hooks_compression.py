@@ -13,7 +13,7 @@ from phalanx.comm.hooks import Int8State, PowerSGDState, TopKState
 from phalanx.comm.hooks.int8 import dequantise, quantise
 from phalanx.comm.hooks.lowrank import as_matrix, is_worth_it, orthonormal, random_factor
 from phalanx.comm.hooks.residual import Residuals
-from phalanx.comm.hooks.topk import select
+from phalanx.comm.hooks.topk import largest, select
 from phalanx.errors import ConfigError, StateError
 from tests.comm.hook_buckets import Layout, make_bucket
 
@@ -55,6 +55,25 @@ def test_top_k_sends_the_largest_and_keeps_the_rest() -> None:
     assert packed[:12].view(torch.int32).tolist() == [1, 2, 5]
     assert packed[16:28].view(torch.float32).tolist() == [-5.0, 3.0, 4.0]
     assert values.tolist() == pytest.approx([0.1, 0.0, 0.0, 0.0, -0.2, 0.0, 1.0])
+
+
+@pytest.mark.parametrize("kind", ["normal", "sorted", "periodic", "constant", "nan", "zeros"])
+def test_top_k_of_a_long_tensor_is_exact_however_its_sample_misleads(kind: str) -> None:
+    magnitudes = torch.randn(2**17, generator=torch.Generator().manual_seed(3)).abs()
+    if kind == "sorted":
+        magnitudes = magnitudes.sort().values
+    elif kind == "periodic":
+        magnitudes[::64] += 100.0
+    elif kind == "constant":
+        magnitudes.fill_(2.0)
+    elif kind == "nan":
+        magnitudes[7] = torch.nan
+    elif kind == "zeros":
+        magnitudes[1000:] = 0.0
+    indices = largest(magnitudes, 1500)
+    assert indices.unique().tolist() == indices.tolist() and indices.numel() == 1500
+    expected = magnitudes.topk(1500).values
+    torch.testing.assert_close(magnitudes[indices].sort(descending=True).values, expected, equal_nan=True)
 
 
 def test_top_k_keeps_what_a_narrow_dtype_rounds_away_and_nothing_that_is_not_finite() -> None:

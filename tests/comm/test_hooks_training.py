@@ -23,15 +23,15 @@ STEPS = 12
 # them. Hooks not named here compress to a tenth and less.
 DRIFT = {
     "allreduce": 1e-5,
-    "fp16": 1e-2,
-    "bf16": 5e-2,
-    "fp16_wrapper": 1e-2,
-    "bf16_wrapper": 5e-2,
-    "int8": 2e-2,
+    "fp16": 5e-3,
+    "bf16": 1e-2,
+    "fp16_wrapper": 5e-3,
+    "bf16_wrapper": 1e-2,
+    "int8": 1e-2,
     "local_sgd": 1e-5,
     "batched_power_sgd": 1e-5,
-    "quantised_per_tensor": 0.2,
-    "quantised_per_channel": 0.2,
+    "quantised_per_tensor": 0.05,
+    "quantised_per_channel": 0.05,
 }
 
 
@@ -93,11 +93,14 @@ def without_hook() -> tuple[list[float], torch.Tensor, torch.Tensor]:
     return result
 
 
-ALL = [("own", name) for name in own.CASES] + [("torch", name) for name in torchs.CASES if name != "optimizer"]
+ALL = [
+    *(("own", name, as_view) for name in own.CASES for as_view in (False, True)),
+    # All but the optimizer, which steps parameters that the one of this test would step again.
+    *(("torch", name, nth % 2 == 0) for nth, name in enumerate(torchs.CASES) if name != "optimizer"),
+]
 
 
-@pytest.mark.parametrize("as_view", [False, True], ids=["copies", "views"])
-@pytest.mark.parametrize(("whose", "name"), ALL)
+@pytest.mark.parametrize(("whose", "name", "as_view"), ALL)
 def test_every_hook_trains_the_model_and_keeps_replicas_identical(
     whose: str, name: str, as_view: bool, without_hook: tuple[list[float], torch.Tensor, torch.Tensor]
 ) -> None:
@@ -109,7 +112,7 @@ def test_every_hook_trains_the_model_and_keeps_replicas_identical(
         drift = float((end - expected).norm() / (expected - start).norm())
         assert drift < DRIFT[name]
     learnt = (losses[0] - losses[-1]) / (expected_losses[0] - expected_losses[-1])
-    assert learnt > 0.5
+    assert learnt > 0.8
 
 
 def train_with_noop(rank: int, world: int) -> torch.Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import torch
 from torch import Tensor
 
@@ -22,7 +24,7 @@ class Text:
         parts: tuple[list[str], list[str]] = ([], [])
         for number, name in enumerate(sorted(topics)):
             held_out = number % _HELD_OUT_EVERY == _HELD_OUT_EVERY - 1
-            for paragraph in topics[name].split("\n\n"):
+            for paragraph in re.split(r"\n{2,}", topics[name].strip("\n")):
                 if paragraph not in seen:
                     seen.add(paragraph)
                     parts[held_out].append(paragraph)

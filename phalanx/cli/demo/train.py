@@ -36,13 +36,13 @@ _EVALUATIONS = 8
 class Settings:
     """The demo's numbers; sizes are for each rank."""
 
-    num_steps: int = 700
+    num_steps: int = 1400
     seconds: float = 80.0
     width: int = 128
     num_layers: int = 4
-    context: int = 96
-    batch_size: int = 12
-    learning_rate: float = 3e-3
+    context: int = 64
+    batch_size: int = 8
+    learning_rate: float = 4e-3
     sample_length: int = 320
 
 
@@ -56,7 +56,9 @@ class Training:
         shape = GPTShape(len(self.text.characters), settings.context, settings.width, settings.num_layers, 4)
         self.gpt = GPT(shape).to(worker.device)
         self.model = phalanx.DistributedDataParallel(self.gpt, gradient_as_bucket_view=True)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=settings.learning_rate, weight_decay=0.01)
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.99), weight_decay=0.01
+        )
         # Each rank reads other places of the same text.
         self.generator = torch.Generator().manual_seed(1000 + worker.rank)
 

@@ -15,12 +15,12 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from phalanx.comm.hierarchical.leads import Leads, LeadsError
-from phalanx.comm.hierarchical.sentinel import Sentinel
-from phalanx.comm.shm.engine import Engine, TeamEngine
-from phalanx.comm.shm.moving import as_bytes
-from phalanx.comm.shm.reduction import Reduction, reduce_into, scale_in_place
-from phalanx.errors import CollectiveTimeout, CommunicationError, MismatchError, PeerFailure
+from ...errors import CollectiveTimeout, CommunicationError, MismatchError, PeerFailure
+from ..shm.engine import Engine, TeamEngine
+from ..shm.moving import as_bytes
+from ..shm.reduction import Reduction, reduce_into, scale_in_place
+from .leads import Leads, LeadsError
+from .sentinel import Sentinel, report
 
 _LEAD = 0  # its place in the team
 
@@ -29,7 +29,7 @@ _LEAD = 0  # its place in the team
 _LEAD_PATIENCE = 1.1
 _FOLLOW_PATIENCE = 1.25
 _PATIENCE = timedelta(seconds=0.5)
-_REPORT_WAIT_S = 1.0
+_REPORT_WAIT_S = 0.6  # two looks of a sentinel, and a little
 
 
 class HierarchicalEngine(Engine):
@@ -57,6 +57,7 @@ class HierarchicalEngine(Engine):
         self._host, self._place = self._where[rank]
         self._members = teams[self._host]
         self._watch = team.team.watch
+        self._store = store
         self._is_between_hosts = False
         self._leads: Leads | None = None
         self._sentinel: Sentinel | None = None
@@ -278,6 +279,9 @@ class HierarchicalEngine(Engine):
         except BaseException as error:
             if not isinstance(error, CommunicationError):
                 self._team.team.fail(error)
+            if self._watch.broken is not None and self._leads is None:
+                # The lead's sentinel does this, unless the lead is what failed.
+                report(self._store, self._watch.broken)
             raise
 
     def _blame(self, error: LeadsError) -> CommunicationError:

@@ -20,10 +20,10 @@ from torch.distributed.distributed_c10d import (
     ReduceOptions,
 )
 
-from phalanx.comm.shm.reduction import Reduction
-from phalanx.errors import CommunicationError
+from ...errors import CommunicationError
+from ..shm.reduction import Reduction
 
-_OPERATIONS = {
+_OPERATIONS: dict[Reduction, Any] = {
     Reduction.SUM: dist.ReduceOp.SUM,
     Reduction.PRODUCT: dist.ReduceOp.PRODUCT,
     Reduction.MIN: dist.ReduceOp.MIN,
@@ -45,7 +45,7 @@ class Leads:
     def __init__(self, store: dist.Store, host: int, num_hosts: int, timeout: timedelta) -> None:
         self.host = host
         self.num_hosts = num_hosts
-        self._gloo = dist.ProcessGroupGloo(store, host, num_hosts, timeout=timeout)
+        self._gloo: Any = dist.ProcessGroupGloo(store, host, num_hosts, timeout=timeout)
 
     def barrier(self, timeout: timedelta) -> None:
         """Return when all leads have called this."""

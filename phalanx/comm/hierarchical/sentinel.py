@@ -14,9 +14,9 @@ import threading
 
 import torch.distributed as dist
 
-from phalanx.comm.hierarchical.leads import Leads
-from phalanx.comm.shm.watch import Watch
-from phalanx.errors import CollectiveTimeout, CommunicationError, PeerFailure
+from ...errors import CollectiveTimeout, CommunicationError, PeerFailure
+from ..shm.watch import Watch
+from .leads import Leads
 
 _LOOK_S = 0.25
 _KEY = "failure"
@@ -29,7 +29,7 @@ class Sentinel:
         self._watch = watch
         self._leads = leads
         # A connection of its own: a call on the common one would have to wait for others' calls.
-        self._store = store.clone()
+        self._store: dist.Store = store.clone()  # type: ignore[attr-defined]  # missing in torch's stubs
         self._is_closed = threading.Event()
         self._thread = threading.Thread(target=self._stand, name=name)
         self._thread.start()
@@ -53,7 +53,7 @@ class Sentinel:
                 return
             broken = self._watch.broken
             if broken is not None:
-                self._report(broken)
+                report(self._store, broken)
                 self._leads.abort()
                 return
             report = self._read_report()
@@ -62,24 +62,25 @@ class Sentinel:
                 self._leads.abort()
                 return
 
-    def _report(self, error: CommunicationError) -> None:
-        record = {
-            "is_timeout": isinstance(error, CollectiveTimeout),
-            "text": str(error),
-            "ranks": error.ranks,
-        }
-        try:
-            # Only the first report counts, so that all hosts tell the same.
-            self._store.compare_set(_KEY, "", json.dumps(record))
-        except RuntimeError:
-            pass  # the store is gone, and with it the rank that kept it: everybody will notice
-
     def _read_report(self) -> CommunicationError | None:
         try:
             if not self._store.check([_KEY]):
                 return None
             record = json.loads(self._store.get(_KEY))
         except RuntimeError:
-            return None  # see `_report`
+            return None  # see `report`
         kind = CollectiveTimeout if record["is_timeout"] else PeerFailure
         return kind(record["text"], tuple(record["ranks"]))
+
+
+def report(store: dist.Store, error: CommunicationError) -> None:
+    """Tell the other hosts, unless somebody has: only the first report counts, so that all tell the same."""
+    record = {
+        "is_timeout": isinstance(error, CollectiveTimeout),
+        "text": str(error),
+        "ranks": error.ranks,
+    }
+    try:
+        store.compare_set(_KEY, "", json.dumps(record))
+    except RuntimeError:
+        pass  # the store is gone, and with it the rank that kept it: everybody will notice

@@ -31,7 +31,6 @@ class Batch:
     sources: tuple[torch.Tensor, ...]
     targets: tuple[torch.Tensor, ...]
     right: torch.Tensor
-
     left: torch.Tensor = field(init=False)
 
     @property
@@ -128,7 +127,8 @@ class Round:
         finite = bool(left.isfinite().all())
         # A factorisation of NaN is not worth asking for; NaN is what everyone gets to see.
         batch.left = orthonormal(left, self._epsilon) if finite else torch.full_like(left, torch.nan)
-        batch.right = torch.bmm(batch.stacked.mT, batch.left)
+        # As it will travel, so that what a narrow dtype rounds away stays in the residual.
+        batch.right = torch.bmm(batch.stacked.mT, batch.left).to(self._result.dtype).to(left.dtype)
         for nth, source in enumerate(batch.sources):
             if finite:
                 # This rank's own share in the result, not the average: residuals then hold what

@@ -27,7 +27,7 @@ from pathlib import Path
 
 import torch
 
-from phalanx.errors import CommunicationError
+from ...errors import CommunicationError
 
 ALIGNMENT = 64  # a cache line: two tensors never share one
 _PAGE = 4096

@@ -7,12 +7,12 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from phalanx.comm.hierarchical.engine import HierarchicalEngine
-from phalanx.comm.hierarchical.hosts import host_identity, teams_of
-from phalanx.comm.shm.engine import Engine, TeamEngine
-from phalanx.comm.shm.meeting import Meeting
-from phalanx.comm.shm.memory import process_memory
-from phalanx.comm.shm.team import Board, Team
+from ..hierarchical.engine import HierarchicalEngine
+from ..hierarchical.hosts import host_identity, teams_of
+from .engine import Engine, TeamEngine
+from .meeting import Meeting
+from .memory import process_memory
+from .team import Board, Team
 
 
 def assemble(

@@ -22,35 +22,42 @@ from torch.distributed.distributed_c10d import (
     AllToAllOptions,
     BarrierOptions,
     BroadcastOptions,
+    GatherOptions,
     ReduceOptions,
     ReduceScatterOptions,
+    ScatterOptions,
 )
 
-from phalanx.comm.collectives import Collectives
-from phalanx.comm.shm.assembly import assemble
-from phalanx.comm.shm.call import DTYPES
-from phalanx.comm.shm.devices import DeviceBackends
-from phalanx.comm.shm.direct import ShmCollectives
-from phalanx.comm.shm.gateway import Gateway, Pieces, parts
-from phalanx.comm.shm.lifetime import watch_over
-from phalanx.comm.shm.reduction import Reduction
+from ..collectives import Collectives
+from .assembly import assemble
+from .call import DTYPES
+from .devices import DeviceBackends
+from .direct import ShmCollectives
+from .gateway import Gateway, Pieces, parts
+from .lifetime import watch_over
+from .reduction import Reduction
+
+# mypy: disable-error-code="override,assignment,no-any-return"
+# c10d declares most methods as several overloads, which no single Python signature matches, and the
+# backends handed on to have no types.
 
 # Options of c10d, whose classes are private to torch's C extension. Each has `asyncOp` and `timeout`,
 # most have one or two fields more, named as c10d names them.
 _Options = Any
 
+_Kind: Any = dist.ReduceOp.RedOpType
 _REDUCTIONS = {
-    dist.ReduceOp.RedOpType.SUM: Reduction.SUM,
-    dist.ReduceOp.RedOpType.AVG: Reduction.SUM,  # with a scale
-    dist.ReduceOp.RedOpType.PRODUCT: Reduction.PRODUCT,
-    dist.ReduceOp.RedOpType.MIN: Reduction.MIN,
-    dist.ReduceOp.RedOpType.MAX: Reduction.MAX,
-    dist.ReduceOp.RedOpType.BAND: Reduction.BAND,
-    dist.ReduceOp.RedOpType.BOR: Reduction.BOR,
-    dist.ReduceOp.RedOpType.BXOR: Reduction.BXOR,
+    _Kind.SUM: Reduction.SUM,
+    _Kind.AVG: Reduction.SUM,  # with a scale
+    _Kind.PRODUCT: Reduction.PRODUCT,
+    _Kind.MIN: Reduction.MIN,
+    _Kind.MAX: Reduction.MAX,
+    _Kind.BAND: Reduction.BAND,
+    _Kind.BOR: Reduction.BOR,
+    _Kind.BXOR: Reduction.BXOR,
 }
 _BITWISE = (Reduction.BAND, Reduction.BOR, Reduction.BXOR)
-_AVERAGE = dist.ReduceOp.RedOpType.AVG
+_AVERAGE = _Kind.AVG
 _REDUCED_DTYPES = frozenset(DTYPES)
 
 
@@ -63,7 +70,9 @@ def _reducible(tensors: Sequence[torch.Tensor], op: Any) -> bool:
     """Whether the shared memory path can reduce these tensors."""
     reduction = _REDUCTIONS.get(op.op)
     dtype = tensors[0].dtype
-    if reduction is None or dtype not in _REDUCED_DTYPES or (reduction in _BITWISE and dtype.is_floating_point):
+    if reduction is None or dtype not in _REDUCED_DTYPES:
+        return False
+    if reduction in _BITWISE and dtype.is_floating_point:
         return False
     return _movable(tensors) and all(t.dtype is dtype for t in tensors)
 
@@ -79,12 +88,12 @@ class PhalanxProcessGroup(dist.ProcessGroup):
         self, store: dist.Store, rank: int, world: int, names: Sequence[int], timeout: timedelta
     ) -> None:
         # The constructor with a store cannot be used by a subclass; see `get_group_store`.
-        super().__init__(rank, world)
+        super().__init__(rank, world)  # type: ignore[call-arg]
         self._store = store
         self._others = DeviceBackends(self, store, rank, world, timeout)
         engine = assemble(dist.PrefixStore("phalanx", store), rank, world, names, timeout)
         others = self._others  # not `self`, which the finalizer below is to outlive
-        self.gateway = Gateway(engine, lambda: others.timeout, str(engine.name))
+        self.gateway = Gateway(engine, lambda: others.timeout)
         # The group may be dropped without having been destroyed.
         watch_over(self.gateway)
         self._finalizer = weakref.finalize(self, self.gateway.close)
@@ -105,7 +114,7 @@ class PhalanxProcessGroup(dist.ProcessGroup):
 
     def abort(self) -> None:
         """Make every collective under way or to come raise, here and on the other ranks."""
-        self.gateway.abort(f"rank {self.gateway.engine.name} aborted the process group.")
+        self.gateway.abort(f"rank {self.gateway.name} aborted the process group.")
         self._others.abort()
 
     def shutdown(self) -> None:
@@ -255,15 +264,29 @@ class PhalanxProcessGroup(dist.ProcessGroup):
             return self._others.of_device(opts.device).barrier(opts)
         return self.gateway.barrier(not opts.asyncOp, opts.timeout)
 
-    # ---- what stays with gloo, or whichever backend the tensor's device has
-
-    def gather(self, outputs: Any, inputs: Any, *rest: Any, **keywords: Any) -> dist.Work:
+    def gather(self, outputs: Any, inputs: Any, opts: _Options = None, **keywords: Any) -> dist.Work:
         """Give one rank the tensors of all."""
-        return self._others.of(_one(inputs)).gather(outputs, inputs, *rest, **keywords)
+        if isinstance(inputs, torch.Tensor):
+            outputs, inputs = [outputs] if outputs else [], [inputs]
+        opts = _options(GatherOptions, opts, keywords)
+        taken = outputs[0] if outputs else []
+        is_whole = bool(taken) == (opts.rootRank == self.rank()) and len(taken) in (0, self.size())
+        if len(inputs) != 1 or not is_whole or not _movable([*inputs, *taken]):
+            return self._others.of(inputs).gather(outputs, inputs, opts)
+        return self.gateway.gather(taken, inputs[0], opts.rootRank, not opts.asyncOp, opts.timeout)
 
-    def scatter(self, outputs: Any, inputs: Any, *rest: Any, **keywords: Any) -> dist.Work:
+    def scatter(self, outputs: Any, inputs: Any, opts: _Options = None, **keywords: Any) -> dist.Work:
         """Give each rank one of a rank's tensors."""
-        return self._others.of(_one(outputs)).scatter(outputs, inputs, *rest, **keywords)
+        if isinstance(outputs, torch.Tensor):
+            outputs, inputs = [outputs], [inputs] if inputs else []
+        opts = _options(ScatterOptions, opts, keywords)
+        given = inputs[0] if inputs else []
+        is_whole = bool(given) == (opts.rootRank == self.rank()) and len(given) in (0, self.size())
+        if len(outputs) != 1 or not is_whole or not _movable([*outputs, *given]):
+            return self._others.of(outputs).scatter(outputs, inputs, opts)
+        return self.gateway.scatter(outputs[0], given, opts.rootRank, not opts.asyncOp, opts.timeout)
+
+    # ---- what stays with gloo, or whichever backend the tensor's device has
 
     def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> dist.Work:
         """Send a tensor to one rank."""

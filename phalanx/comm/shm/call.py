@@ -9,7 +9,7 @@ from functools import cached_property, lru_cache
 
 import torch
 
-from phalanx.comm.shm.reduction import Reduction
+from .reduction import Reduction
 
 
 class Verb(IntEnum):
@@ -77,7 +77,7 @@ class Call:
     def __str__(self) -> str:
         if self.verb is Verb.BARRIER:
             return "barrier"
-        text = f"{self.name} of {self.numel} × {str(self.dtype).removeprefix('torch.')}"
+        text = f"{self.name} of {self.numel} x {str(self.dtype).removeprefix('torch.')}"
         if self.verb in (Verb.ALL_REDUCE, Verb.REDUCE, Verb.REDUCE_SCATTER):
             text += f" by {self.reduction.name.lower()}"
             text += f" scaled by {self.scale:g}" if self.scale != 1.0 else ""

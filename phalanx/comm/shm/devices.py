@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from phalanx.errors import ConfigError
+from ...errors import ConfigError
 
 _CPU = torch.device("cpu")
 

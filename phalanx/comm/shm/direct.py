@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from phalanx.comm.collectives import Collectives, Work
-from phalanx.comm.shm.gateway import Gateway
-from phalanx.comm.shm.memory import process_memory
-from phalanx.comm.shm.reduction import Reduction
+from ..collectives import Collectives, Work
+from .gateway import Gateway
+from .memory import process_memory
+from .reduction import Reduction
 
 
 class ShmCollectives(Collectives):
@@ -21,8 +21,8 @@ class ShmCollectives(Collectives):
 
     def __init__(self, group: dist.ProcessGroup, gateway: Gateway) -> None:
         self.group = group
-        self.rank = gateway.engine.rank
-        self.world = gateway.engine.world
+        self.rank = gateway.rank
+        self.world = gateway.world
         self._gateway = gateway
         self._memory = process_memory()
 

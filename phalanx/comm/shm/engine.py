@@ -13,13 +13,13 @@ from datetime import timedelta
 
 import torch
 
-from phalanx.comm.shm.call import ANY_ROOT
-from phalanx.comm.shm.moving import Moving
-from phalanx.comm.shm.reducing import Reducing
-from phalanx.comm.shm.reduction import Reduction
-from phalanx.comm.shm.stage import Stage
-from phalanx.comm.shm.team import Team
-from phalanx.errors import CommunicationError, MismatchError
+from ...errors import CommunicationError, MismatchError
+from .call import ANY_ROOT
+from .moving import Moving
+from .reducing import Reducing
+from .reduction import Reduction
+from .stage import Stage
+from .team import Team
 
 
 class Engine(abc.ABC):

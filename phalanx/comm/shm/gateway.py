@@ -12,31 +12,39 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from phalanx.comm.shm.engine import Engine
-from phalanx.comm.shm.lane import Lane
-from phalanx.comm.shm.reduction import Reduction
-from phalanx.errors import CommunicationError
+from ...errors import CommunicationError
+from .engine import Engine
+from .lane import Lane
+from .reduction import Reduction
 
 UNSET = timedelta(milliseconds=-1)  # c10d's sign for "the group's own time limit"
 _NO_TIME = timedelta(0)
 
 
+def _is_usable(tensor: torch.Tensor) -> bool:
+    """Whether the engine can work on the tensor's own memory."""
+    return tensor.is_contiguous() and not tensor.is_inference()
+
+
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements as a flat tensor: the same memory if they lie in order, a copy if not.
+    """The elements as a flat tensor: the same memory if the engine can work on it, a copy if not.
 
     `data` rather than `detach`: a collective is no operation of autograd, and counts as no change
     of the tensor, as with any other backend.
     """
     data = tensor.data
-    flat = data.view(-1) if data.is_contiguous() else data.contiguous().view(-1)
+    if not _is_usable(tensor):
+        return data.clone(memory_format=torch.contiguous_format).view(-1)
+    flat = data.view(-1)
     # One element or none lies in order whatever its stride, which torch does not set right.
     return flat if flat.stride(0) == 1 else flat.as_strided((flat.numel(),), (1,))
 
 
 def _restore(tensor: torch.Tensor, flat: torch.Tensor) -> None:
     """Put the elements back if `_flat` copied them."""
-    if not tensor.is_contiguous():
-        tensor.data.copy_(flat.view(tensor.shape))
+    if not _is_usable(tensor):
+        with torch.inference_mode(tensor.is_inference()):
+            tensor.data.copy_(flat.view(tensor.shape))
 
 
 # One tensor in place of several stands for its equal successive parts.
@@ -50,9 +58,12 @@ class Gateway:
     each call, so that it may change.
     """
 
-    def __init__(self, engine: Engine, time_limit: Callable[[], timedelta], name: str) -> None:
-        self.engine = engine
-        self.lane = Lane(f"phalanx-lane-{name}")
+    def __init__(self, engine: Engine, time_limit: Callable[[], timedelta]) -> None:
+        self.engine = engine  # until closed
+        self.rank = engine.rank
+        self.world = engine.world
+        self.name = engine.name
+        self.lane = Lane(f"phalanx-lane-{engine.name}")
         self._time_limit = time_limit
         self._is_open = True
 
@@ -95,7 +106,7 @@ class Gateway:
         def run() -> None:
             flat = _flat(tensor)
             self.engine.reduce(flat, root, reduction, scale, limit)
-            if root == self.engine.rank:
+            if root == self.rank:
                 _restore(tensor, flat)
 
         return self._go("reduce", run, [tensor], blocking)
@@ -109,7 +120,7 @@ class Gateway:
         def run() -> None:
             flat = _flat(tensor)
             self.engine.broadcast(flat, root, limit)
-            if root != self.engine.rank:
+            if root != self.rank:
                 _restore(tensor, flat)
 
         return self._go("broadcast", run, [tensor], blocking)
@@ -170,27 +181,58 @@ class Gateway:
 
         return self._go("all_to_all", run, list(outputs), blocking)
 
+    def gather(
+        self,
+        outputs: Sequence[torch.Tensor],
+        input: torch.Tensor,
+        root: int,
+        blocking: bool,
+        timeout: timedelta = UNSET,
+    ) -> dist.Work:
+        """Fill `outputs[r]` with rank r's `input` on `root`; the others have no outputs."""
+        nothing = input.new_empty(0)
+        everybody = range(self.world)
+        given = [input if rank == root else nothing for rank in everybody]
+        return self.all_to_all(outputs or [nothing for _ in everybody], given, blocking, timeout)
+
+    def scatter(
+        self,
+        output: torch.Tensor,
+        inputs: Sequence[torch.Tensor],
+        root: int,
+        blocking: bool,
+        timeout: timedelta = UNSET,
+    ) -> dist.Work:
+        """Fill `output` with what `root` has in `inputs[rank]`; the others have no inputs."""
+        nothing = output.new_empty(0)
+        everybody = range(self.world)
+        taken = [output if rank == root else nothing for rank in everybody]
+        return self.all_to_all(taken, inputs or [nothing for _ in everybody], blocking, timeout)
+
     def abort(self, reason: str) -> None:
         """Make every collective of the group raise, here and on the other ranks."""
-        self.engine.break_(CommunicationError(reason, (self.engine.name,)))
+        if self._is_open:
+            self.engine.break_(CommunicationError(reason, (self.name,)))
 
     def close(self) -> None:
         """Leave the group. What is under way or queued raises."""
         if self._is_open:
             self._is_open = False
             reason = CommunicationError(
-                f"rank {self.engine.name}: the process group was destroyed before the collective had "
+                f"rank {self.name}: the process group was destroyed before the collective had "
                 "finished. Wait for every work before destroying the group."
             )
             self.engine.leave(reason)
             self.lane.close(reason)
             self.engine.close()
+            # Whoever still holds the group, and many do, is not to hold its memory.
+            del self.engine
 
     def abandon(self) -> None:
         """Give up the group in a forked child, without a word to the other ranks."""
         self._is_open = False
         reason = CommunicationError(
-            f"a process group of rank {self.engine.name} was used in a forked child. "
+            f"a process group of rank {self.name} was used in a forked child. "
             "Make process groups in the child itself, or start it with spawn."
         )
         self.lane.abandon(reason)
@@ -203,7 +245,7 @@ class Gateway:
         """Flat tensors, the pieces they make up, and the tensor of which those are the parts, if one."""
         if isinstance(given, torch.Tensor):
             whole = _flat(given)
-            return [whole], parts(whole, self.engine.world), whole
+            return [whole], parts(whole, self.world), whole
         flats = [_flat(piece) for piece in given]
         return flats, flats, None
 

@@ -11,12 +11,11 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from phalanx.errors import CollectiveTimeout, CommunicationError
+from ...errors import CollectiveTimeout, CommunicationError
 
 _UNLIMITED = timedelta(0)
 
@@ -97,9 +96,13 @@ class LaneWork(dist.Work):
         if self._error is None:
             future.set_result(self._result)
         elif isinstance(self._error, Exception):
-            future.set_exception(self._error)
+            _fail(future, self._error)
         else:
-            future.set_exception(CommunicationError(f"{self._name}: {self._error!r}"))
+            _fail(future, CommunicationError(f"{self._name}: {self._error!r}"))
+
+
+def _fail(future: torch.futures.Future[list[torch.Tensor]], error: Exception) -> None:
+    future.set_exception(error)  # type: ignore[arg-type]  # torch's annotation asks for a result
 
 
 class DoneWork(dist.Work):

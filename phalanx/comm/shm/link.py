@@ -19,7 +19,7 @@ import socket
 from dataclasses import dataclass
 from enum import Enum
 
-from phalanx.comm.shm.arena import PeerArena
+from .arena import PeerArena
 
 _MAX_NOTICE_BYTES = 16_384
 

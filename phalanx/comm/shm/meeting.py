@@ -21,9 +21,9 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from phalanx.comm.shm.arena import Arena, PeerArena
-from phalanx.comm.shm.link import Link, make_signal
-from phalanx.errors import CollectiveTimeout, CommunicationError
+from ...errors import CollectiveTimeout, CommunicationError
+from .arena import Arena, PeerArena
+from .link import Link, make_signal
 
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid, as SO_PEERCRED gives them
 _MAX_HELLO_BYTES = 4096
@@ -38,9 +38,9 @@ class Address:
     name: str
     token: str
 
-    def encode(self) -> bytes:
+    def encode(self) -> str:
         """The address as a value for the store."""
-        return json.dumps([self.host, self.name, self.token]).encode()
+        return json.dumps([self.host, self.name, self.token])
 
     @classmethod
     def decode(cls, value: bytes) -> Address:

@@ -11,7 +11,7 @@ import os
 import threading
 import weakref
 
-from phalanx.comm.shm.arena import Arena
+from .arena import Arena
 
 _lock = threading.Lock()
 _arena: weakref.ref[Arena] | None = None

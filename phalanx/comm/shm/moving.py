@@ -13,12 +13,12 @@ from datetime import timedelta
 
 import torch
 
-from phalanx.comm.shm.arena import ALIGNMENT
-from phalanx.comm.shm.call import ANY_ROOT, Verb, call, layout_of
-from phalanx.comm.shm.reduction import Reduction
-from phalanx.comm.shm.stage import BLOCK_BYTES, Stage
-from phalanx.comm.shm.team import NOWHERE, SLOT_BYTES, Places, Team
-from phalanx.errors import MismatchError
+from ...errors import MismatchError
+from .arena import ALIGNMENT
+from .call import ANY_ROOT, Verb, call, layout_of
+from .reduction import Reduction
+from .stage import BLOCK_BYTES, Stage
+from .team import NOWHERE, SLOT_BYTES, Places, Team
 
 _Fill = Callable[[int, torch.Tensor], None]
 _Drain = Callable[[int, list[torch.Tensor]], None]

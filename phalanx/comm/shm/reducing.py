@@ -19,11 +19,11 @@ from datetime import timedelta
 
 import torch
 
-from phalanx.comm.shm.arena import ALIGNMENT
-from phalanx.comm.shm.call import ANY_ROOT, Call, Verb, call, layout_of
-from phalanx.comm.shm.reduction import CHUNK_BYTES, Reduction, reduce_into
-from phalanx.comm.shm.stage import BLOCK_BYTES, Stage
-from phalanx.comm.shm.team import NOWHERE, SLOT_BYTES, Places, Team
+from .arena import ALIGNMENT
+from .call import ANY_ROOT, Call, Verb, call, layout_of
+from .reduction import CHUNK_BYTES, Reduction, reduce_into
+from .stage import BLOCK_BYTES, Stage
+from .team import NOWHERE, SLOT_BYTES, Places, Team
 
 _MAX_PREPARED = 256
 

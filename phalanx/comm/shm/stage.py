@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import torch
 
-from phalanx.comm.shm.team import NOWHERE, Places, Team
+from .team import NOWHERE, Places, Team
 
 BLOCK_BYTES = 1 << 20
 

@@ -22,11 +22,11 @@ from typing import NamedTuple
 
 import torch
 
-from phalanx.comm.shm.arena import Arena
-from phalanx.comm.shm.call import PACKED_BYTES, Call, unpacked
-from phalanx.comm.shm.link import Link
-from phalanx.comm.shm.watch import Watch
-from phalanx.errors import CommunicationError, MismatchError
+from ...errors import CommunicationError, MismatchError
+from .arena import Arena
+from .call import PACKED_BYTES, Call, unpacked
+from .link import Link
+from .watch import Watch
 
 SLOT_BYTES = 256 * 1024  # what a rank can hand over in the opening step itself
 NOWHERE = -1
@@ -49,6 +49,9 @@ class Places(NamedTuple):
     memory: int = NOWHERE  # offset in the memory handed out to users
     stage: int = NOWHERE  # offset in the arena of the boards
     numel: int = 0  # how many elements the rank contributes
+
+
+NO_PLACES = Places()
 
 
 class Board:
@@ -105,7 +108,7 @@ class Team:
             self._slots[numel, dtype] = pair
         return pair[self._sequence & 1]
 
-    def open(self, call: Call, timeout: timedelta, places: Places = Places()) -> None:
+    def open(self, call: Call, timeout: timedelta, places: Places = NO_PLACES) -> None:
         """Begin a collective: publish what this rank is about to do, meet all, and compare.
 
         What was written into this rank's slot before is visible to all afterwards. A rank with

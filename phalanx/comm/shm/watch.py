@@ -13,8 +13,8 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from phalanx.comm.shm.link import Link, Notice, NoticeKind, make_signal
-from phalanx.errors import CollectiveTimeout, CommunicationError, PeerFailure
+from ...errors import CollectiveTimeout, CommunicationError, PeerFailure
+from .link import Link, Notice, NoticeKind, make_signal
 
 # How often to look for a signal before blocking in the kernel. A look costs about a microsecond,
 # being woken up several; looking longer only takes the processor from whoever is to signal.

@@ -1,0 +1,138 @@
+"""`phalanx plan`: buckets, memory and step time of a model, before it is trained."""
+
+from __future__ import annotations
+
+import click
+import torch
+from rich.table import Table
+from torch import nn
+
+from phalanx.cli.console import bytes_in_words, console
+from phalanx.errors import ConfigError
+from phalanx.launch.worker import threads_for
+from phalanx.observe.calibrate import MOST_RANKS, calibrate, optimizer_state_bytes, resolve
+from phalanx.observe.predict import ASSUMPTIONS, Calibration, Network, fewest_hosts, memory_rows, predict_step
+from phalanx.plan.buckets import MIB, BucketCaps, BucketPlan, build_plan
+from phalanx.plan.params import specs_of
+
+_SHOWN_BUCKETS = 24
+
+
+@click.command("plan", short_help="Predict buckets, memory and step time for a model and a world size.")
+@click.argument("target", metavar="MODULE:FUNCTION")
+@click.option("-w", "--world", "worlds", multiple=True, type=click.IntRange(1), help="Ranks; may be repeated.")
+@click.option("--hosts", type=click.IntRange(1), help="Hosts; by default so many that each rank has a core.")
+@click.option("--gbit", type=click.FloatRange(0.001), default=10.0, help="Network between hosts, Gbit/s.")
+@click.option("--latency-us", type=click.FloatRange(0), default=30.0, help="Network latency, microseconds.")
+@click.option("--optimizer", default="AdamW", help="A class of torch.optim.")
+@click.option("--bucket-cap-mb", type=click.FloatRange(0), default=None, help="As DistributedDataParallel's.")
+@click.option("--bucket-view", is_flag=True, help="gradient_as_bucket_view=True.")
+@click.option("--backend", default=None, help="For the calibration; phalanx's choice by default.")
+@click.option("--no-time", is_flag=True, help="Memory only; start no calibration.")
+def command(
+    target: str,
+    worlds: tuple[int, ...],
+    hosts: int | None,
+    gbit: float,
+    latency_us: float,
+    optimizer: str,
+    bucket_cap_mb: float | None,
+    bucket_view: bool,
+    backend: str | None,
+    no_time: bool,
+) -> int:
+    """Predict what training the model of MODULE:FUNCTION (or FILE.py:FUNCTION) takes.
+
+    The function returns a model; to predict time as well, a model and a function of it that computes a loss.
+    """
+    wanted = worlds or (2, 8, 64, 1024)
+    spread = {world: hosts or fewest_hosts(world, threads_for(1)) for world in wanted}
+    uneven = next((world for world, over in spread.items() if world % over), None)
+    if uneven is not None:
+        raise ConfigError(f"{uneven} ranks cannot be spread evenly over {hosts} hosts. Choose a multiple.")
+    optimizer_class = _optimizer(optimizer)
+    built = resolve(target)
+    plan = plan_model(built.model, bucket_cap_mb)
+    console().print(_plan_table(plan))
+    state = optimizer_state_bytes(built.model.parameters(), optimizer_class)
+    console().print(_memory_table(built.model, plan, state, wanted, bucket_view, optimizer))
+    if built.loss is None and not no_time:
+        console().print("[yellow]No step time:[/] the function returned no loss to measure.")
+    elif not no_time:
+        local = max(world // over for world, over in spread.items())
+        with console().status(f"measuring on {min(local, MOST_RANKS)} ranks"):
+            measured = calibrate(target, local, optimizer, backend)
+        console().print(_time_table(plan, measured, spread, Network(gbit, latency_us)))
+    for line in ASSUMPTIONS:
+        console().print(f"[dim]• {line}[/]")
+    return 0
+
+
+def plan_model(model: nn.Module, bucket_cap_mb: float | None) -> BucketPlan:
+    """The plan that DistributedDataParallel would start with."""
+    trainable = [(name, value) for name, value in model.named_parameters() if value.requires_grad]
+    if not trainable:
+        raise ConfigError("the model has no parameter that requires a gradient: there is nothing to plan")
+    sparse = [
+        f"{name}.weight" if name else "weight"
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
+    ]
+    caps = None if bucket_cap_mb is None else BucketCaps((min(MIB, cap := int(bucket_cap_mb * MIB)), cap))
+    return build_plan(specs_of(trainable, sparse), caps)
+
+
+def _optimizer(name: str) -> type[torch.optim.Optimizer]:
+    found = getattr(torch.optim, name, None)
+    if not isinstance(found, type) or not issubclass(found, torch.optim.Optimizer):
+        raise ConfigError(f"torch.optim has no optimizer {name!r}, such as AdamW or SGD")
+    return found
+
+
+def _plan_table(plan: BucketPlan) -> Table:
+    total = sum(bucket.num_bytes for bucket in plan.buckets)
+    title = f"{len(plan.specs)} parameters, {bytes_in_words(total)} of gradients, plan {plan.hash[:12]}"
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 2), pad_edge=False)
+    for name in ("bucket", "dtype", "parameters", "size"):
+        table.add_column(name, justify="right")
+    table.add_column("first … last")
+    for bucket in plan.buckets[:_SHOWN_BUCKETS]:
+        names = [plan.specs[slot.param].name for slot in bucket.slots]
+        table.add_row(
+            str(bucket.index),
+            str(bucket.dtype).removeprefix("torch.") + (" sparse" if bucket.sparse else ""),
+            str(len(names)),
+            bytes_in_words(bucket.num_bytes),
+            names[0] if len(names) == 1 else f"{names[0]} … {names[-1]}",
+        )
+    if len(plan.buckets) > _SHOWN_BUCKETS:
+        table.add_row("…", "", "", "", f"{len(plan.buckets) - _SHOWN_BUCKETS} more")
+    return table
+
+
+def _memory_table(
+    model: nn.Module, plan: BucketPlan, state: int, worlds: tuple[int, ...], bucket_view: bool, optimizer: str
+) -> Table:
+    planned = sum(bucket.num_bytes for bucket in plan.buckets)
+    tensors = [*model.parameters(), *model.buffers()]
+    other = sum(tensor.numel() * tensor.element_size() for tensor in tensors) - planned
+    table = Table(title=f"\nmemory a rank, {optimizer}", title_justify="left", box=None, padding=(0, 2), pad_edge=False)
+    for name in ("world", "", "parameters", "gradients", "optimizer", "total"):
+        table.add_column(name, justify="right")
+    for world in worlds:
+        for row in memory_rows(plan, other, state, world, bucket_view):
+            sizes = map(bytes_in_words, (row.parameters, row.gradients, row.state, row.total))
+            table.add_row(str(world) if row.way == "DDP" else "", row.way, *sizes)
+    return table
+
+
+def _time_table(plan: BucketPlan, measured: Calibration, spread: dict[int, int], network: Network) -> Table:
+    title = f"\nstep time of DDP, from {measured.world} ranks measured on {measured.backend}"
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 2), pad_edge=False)
+    for name in ("world", "hosts", "step", "compute", "communication", "exposed", "efficiency"):
+        table.add_column(name, justify="right")
+    for world, hosts in spread.items():
+        step = predict_step(plan, measured, world, hosts, network)
+        parts = (step.step_s, step.compute_s, step.communication_s, step.exposed_s)
+        table.add_row(str(world), str(hosts), *(f"{1e3 * part:.1f} ms" for part in parts), f"{step.efficiency:.0%}")
+    return table

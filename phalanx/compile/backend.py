@@ -1,0 +1,146 @@
+"""The dynamo backend "phalanx": cuts the graphs of a wrapped model where its gradient buckets close.
+
+    torch.compile(model, backend="phalanx")                                  pieces compiled by inductor
+    torch.compile(model, backend="phalanx", options={"inner": "aot_eager"})  by another backend or a callable
+
+The wrapper whose forward runs says whose parameters count and under which caps. Without one, or without
+gradients, a graph is compiled whole. Puts the parts together; decides nothing itself.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..ddp.module import DistributedDataParallel
+from ..ddp.torch_names import TorchNames
+from ..errors import ConfigError
+from ..plan import BucketCaps
+from .capture import capture_of
+from .guard import guard_on_cuts
+from .operators import Obstacles, operators_of
+from .parameters import find_parameters, give_examples
+from .split import Closing, Group, completions, place_cuts, spans
+from .stitch import Inner, Stitched, compile_pieces, compile_whole, graph_name
+
+log = logging.getLogger("phalanx.compile")
+
+NAME = "phalanx"
+
+
+def phalanx_backend(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Callable[..., Any]:
+    """Compile a graph captured by dynamo. `options["inner"]` compiles the pieces ("inductor" by default).
+
+    `mode` and all other options are the inner compiler's.
+    """
+    inner = choose_inner(mode, options or {})
+    guard_on_cuts()
+    active = active_wrapper()
+    if active is None or not torch.is_grad_enabled():
+        return inner(gm, list(example_inputs))
+    return compile_for(active, gm, example_inputs, inner)
+
+
+def active_wrapper() -> DistributedDataParallel | None:
+    """The wrapper whose forward runs now, if it has anything to reduce in buckets."""
+    active = TorchNames._active_ddp_module
+    return active if active is not None and TorchNames._active_cut_mark is not None else None
+
+
+def choose_inner(mode: str | None, options: Mapping[str, Any]) -> Inner:
+    """The compiler of the pieces, as a function of a graph and its example inputs."""
+    from torch._dynamo import lookup_backend
+
+    chosen = options.get("inner", "inductor")
+    rest = {name: value for name, value in options.items() if name != "inner"}
+    if chosen == NAME or chosen is phalanx_backend:
+        raise ConfigError('options["inner"] is the compiler of the pieces and cannot be "phalanx" again.')
+    settings: dict[str, Any] = {}
+    if chosen == "inductor":
+        patches = {**(torch._inductor.list_mode_options(mode) if mode else {}), **rest}
+        # The next piece is compiled for the strides that the graph's own values have.
+        patches["keep_output_stride"] = True
+        settings["config_patches"] = patches
+    else:
+        settings |= {"mode": mode} if mode else {}
+        settings |= {"options": rest} if rest else {}
+    if not callable(chosen) and not isinstance(chosen, str):
+        raise ConfigError(f'options["inner"] must be a backend\'s name or a callable, got {chosen!r}.')
+    compiler = lookup_backend(chosen)
+    return lambda gm, example_inputs: compiler(gm, example_inputs, **settings)
+
+
+def compile_for(
+    wrapper: DistributedDataParallel,
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    inner: Inner,
+    caps: BucketCaps | None = None,
+) -> Stitched:
+    """The graph cut by the plan of `wrapper`: the one in force, or the one that this capture helps to make."""
+    reducer = wrapper.reducer
+    plan = reducer.plan
+    names = {id(param): spec.name for param, spec in zip(reducer.params, plan.specs, strict=True)}
+    capture = capture_of(reducer)
+
+    def closings(groups: Sequence[Group]) -> list[Closing]:
+        return capture.closings(groups, reducer, caps or plan.caps, _is_last(gm))
+
+    owners = find_parameters(gm, example_inputs, lambda param, _: names.get(id(param)))
+    registered = [spec.name for spec in plan.specs]
+    return cut_and_compile(gm, example_inputs, inner, Question(owners, registered, closings))
+
+
+def _is_last(gm: fx.GraphModule) -> bool:
+    """Whether no other graph seems to follow in the forward: only then do its gradients come first."""
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    return not getattr(reason, "graph_break", False)
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """Whose gradients are to overlap: parameters by node and in registration order, and where buckets close."""
+
+    owners: Mapping[fx.Node, tuple[str, ...]]
+    registered: Sequence[str]
+    closings: Callable[[Sequence[Group]], list[Closing]]
+
+
+def cut_and_compile(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], inner: Inner, question: Question
+) -> Stitched:
+    """The graph, compiled in as many pieces as its buckets ask for and its operators allow."""
+    give_examples(gm, example_inputs)
+    operators = operators_of(gm.graph)
+    groups = completions(operators, question.owners, question.registered)
+    wanted = question.closings(groups)
+    obstacles = Obstacles(operators)
+    cuts = place_cuts(operators, groups, wanted, obstacles)
+    pieces = spans(len(operators), groups, cuts)
+    if len(pieces) > 1:
+        log.info("%s: cut into %d pieces for %d buckets", graph_name(gm), len(pieces), len(wanted))
+        return compile_pieces(gm, inner, pieces)
+    note = _why_whole(groups, wanted, obstacles)
+    if note:
+        log.warning("%s: not cut, so all its gradients come at once: %s", graph_name(gm), note)
+    return compile_whole(gm, example_inputs, inner, pieces[0], note)
+
+
+def _why_whole(groups: Sequence[Group], wanted: Sequence[Closing], obstacles: Obstacles) -> str:
+    """Why a graph with several buckets has no cut; "" where there was nothing to cut."""
+    here = {name for group in groups for name in group.params}
+    if sum(not here.isdisjoint(closing.params) for closing in wanted) < 2 or len(groups) < 2:
+        return ""
+    reasons = [obstacles.at(group.position) for group in groups[:-1]]
+    return next((reason for reason in reasons if reason), "no cut would leave two pieces with a result")

@@ -1,0 +1,110 @@
+"""The pieces of a wrapper's compiled graphs, and the plan that they make together.
+
+    compile   a graph is cut: where the pieces known so far end, and where caps say for parameters nobody knows yet
+    run       the graph tells the wrapper's capture its pieces (it may have been compiled for another wrapper)
+    settle    at the end of the first reduced backward the reducer asks for buckets: `Capture.__call__`
+
+A piece is never divided between buckets of a kind, so every bucket is full at the end of a piece. Must not know
+how graphs are compiled.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Protocol
+
+from ..ddp.reducer import Reducer
+from ..plan import BucketCaps, BucketPlan, ParamSpec, plan_of
+from .split import Closing, Group, Span, fill
+
+
+class Graph(Protocol):
+    """A compiled graph, as far as it matters here."""
+
+    @property
+    def spans(self) -> Sequence[Span]:
+        """Its pieces in forward order."""
+
+
+class Capture:
+    """What one reducer's wrapper has been compiled to. The reducer holds it; it does not hold the reducer."""
+
+    def __init__(self) -> None:
+        # Each piece as groups of names in ready order, in the order of first execution.
+        self._pieces: list[tuple[tuple[str, ...], ...]] = []
+        self._owned: set[str] = set()
+        self._graphs: list[weakref.ref[Graph]] = []
+
+    @property
+    def graphs(self) -> list[Graph]:
+        """The compiled graphs that have run and still exist, in the order of first execution."""
+        return [graph for reference in self._graphs if (graph := reference()) is not None]
+
+    @property
+    def pieces(self) -> list[tuple[str, ...]]:
+        """The parameters of each piece, in the order of first execution."""
+        return [tuple(name for group in piece for name in group) for piece in self._pieces]
+
+    def add(self, graph: Graph) -> None:
+        """A compiled graph runs, for the first time here.
+
+        A parameter that an earlier graph uses as well is complete only there, so it stays with that one.
+        """
+        self._graphs.append(weakref.ref(graph))
+        for span in graph.spans:
+            groups = [tuple(name for name in group.params if name not in self._owned) for group in span.groups]
+            piece = tuple(group for group in groups if group)
+            if piece:
+                self._pieces.append(piece)
+                self._owned.update(span.params)
+
+    def closings(
+        self, groups: Sequence[Group], reducer: Reducer, caps: BucketCaps, is_last: bool
+    ) -> list[Closing]:
+        """Where buckets close in a graph that completes `groups`; `is_last` if no graph seems to follow it."""
+        plan = reducer.plan
+        if not reducer.arrivals.observing and reducer.cut_mark == plan.hash:
+            text = "bucket {} of the plan closes"
+            return [Closing(names, text.format(i)) for i, names in enumerate(names_by_bucket(plan))]
+        present = {name for group in groups for name in group.params}
+        known = [piece for piece in self.pieces if not present.isdisjoint(piece)]
+        closings = [Closing(piece, "an earlier compilation was cut here") for piece in known]
+        new = [[name for name in group.params if name not in self._owned] for group in groups]
+        pieces = [[group for group in new if group]]
+        return closings + fill(pieces, _by_name(plan), caps, 0 if is_last else 1)
+
+    def plan(self, plan: BucketPlan) -> BucketPlan:
+        """The plan that the pieces make, if backward completes them in the reverse order of execution."""
+        return plan_of(plan.specs, self(plan, ()), plan.caps)
+
+    def __call__(self, plan: BucketPlan, ready: Sequence[int]) -> list[list[int]]:
+        """Buckets of whole pieces, ordered as backward completed them; `ready` is the observed order."""
+        index = {spec.name: i for i, spec in enumerate(plan.specs)}
+        seen = {plan.specs[param].name: when for when, param in enumerate(ready)}
+        never = len(seen)
+        pieces: list[tuple[tuple[str, ...], ...]] = [
+            tuple(tuple(name for name in group if name in index) for group in piece)
+            for piece in reversed(self._pieces)
+        ]
+        # What no graph holds runs eagerly, between the graphs; what nobody used comes last.
+        pieces += [((plan.specs[i].name,),) for i in plan.order if plan.specs[i].name not in self._owned]
+        pieces.sort(key=lambda piece: max((seen[n] for group in piece for n in group if n in seen), default=never))
+        closings = fill(pieces, _by_name(plan), plan.caps)
+        return [[index[name] for name in closing.params] for closing in closings]
+
+
+def names_by_bucket(plan: BucketPlan) -> list[tuple[str, ...]]:
+    """The names of each bucket's parameters."""
+    return [tuple(plan.specs[slot.param].name for slot in bucket.slots) for bucket in plan.buckets]
+
+
+def capture_of(reducer: Reducer) -> Capture:
+    """The reducer's capture, made at the first request."""
+    if not isinstance(reducer.arrange, Capture):
+        reducer.arrange = Capture()
+    return reducer.arrange
+
+
+def _by_name(plan: BucketPlan) -> dict[str, ParamSpec]:
+    return {spec.name: spec for spec in plan.specs}

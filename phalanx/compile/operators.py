@@ -1,0 +1,175 @@
+"""What a node of a captured graph does, as far as it decides where the graph can be cut.
+
+Pure: reads nodes and the example values that the capture left on them, and computes nothing with them.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Node
+from torch.utils import _pytree as pytree
+
+# `split_module` repeats these at the borders of every piece inside their region.
+_AUTOCAST = (torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast)
+_IN_PLACE = {getattr(operator, f"i{name}") for name in "add sub mul matmul truediv floordiv mod pow and or xor".split()}
+_IN_PLACE |= {operator.ilshift, operator.irshift, operator.setitem}
+# Nodes without a result that only check something: they may stand in any piece.
+_CHECKS = ("assert", "check", "sym_constrain")
+
+
+def operators_of(graph: torch.fx.Graph) -> list[Node]:
+    """The nodes that compute, in order; the others are available to every piece."""
+    return [node for node in graph.nodes if node.op in ("call_function", "call_method", "call_module")]
+
+
+def value_of(node: Node) -> Any:
+    """The example value that the capture recorded for the node, or None."""
+    return node.meta.get("example_value")
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def _name(node: Node) -> str:
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+
+
+def disables_gradient(node: Node, before: bool) -> bool:
+    """Whether gradients are disabled after the node, given that they were or not `before` it."""
+    return not node.args[0] if node.target is torch._C._set_grad_enabled else before
+
+
+def carries_gradient(node: Node) -> bool:
+    """Whether backward passes through the node, as far as its example value tells."""
+    value = value_of(node)
+    if value is None or isinstance(node.target, torch._ops.HigherOrderOperator):
+        return True
+    return any(tensor.requires_grad for tensor in _tensors(value))
+
+
+def mutated_by(node: Node) -> list[Node]:
+    """The nodes whose values the node changes in place."""
+    target = node.target
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        # One that returns nothing is there for what it does to its inputs.
+        return [] if node.users else list(node.all_input_nodes)
+    if isinstance(target, torch._ops.OpOverload):
+        return _mutated_by_schema(node, target)
+    changed: list[Any] = [node.kwargs.get("out")]
+    name = _name(node)
+    in_place = name.endswith("_") and not name.endswith("__")
+    if node.op == "call_method":
+        in_place = in_place or name in ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__")
+    elif node.op == "call_function":
+        in_place = in_place or target in _IN_PLACE or _asks_for_in_place(node)
+    if in_place:
+        changed.append(node.args[0] if node.args else None)
+    return [leaf for leaf in pytree.tree_leaves(changed) if isinstance(leaf, Node)]
+
+
+def _mutated_by_schema(node: Node, target: torch._ops.OpOverload) -> list[Node]:
+    changed = []
+    for i, argument in enumerate(target._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
+            changed += [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Node)]
+    return changed
+
+
+def _asks_for_in_place(node: Node) -> bool:
+    if node.kwargs.get("inplace") is True:
+        return True
+    if getattr(node.target, "__module__", "") != "torch.nn.functional" or True not in node.args:
+        return False
+    try:
+        bound = inspect.signature(node.target).bind(*node.args, **node.kwargs)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return False
+    return bound.arguments.get("inplace") is True
+
+
+def _passes_between_pieces(node: Node) -> bool:
+    return isinstance(value_of(node), (torch.Tensor, torch.SymInt, int))
+
+
+class Obstacles:
+    """Why the graph must not be cut before a given operator."""
+
+    def __init__(self, operators: Sequence[Node]) -> None:
+        self._reasons = [""] * (len(operators) + 1)
+        self._operators = operators
+        self._index = {node: i for i, node in enumerate(operators)}
+        self._forbid_inside_values()
+        self._forbid_before_mutations()
+        self._forbid_inside_effects()
+        self._forbid_without_gradient()
+
+    def at(self, position: int) -> str:
+        """The reason against a cut before operator `position`; "" if there is none."""
+        return self._reasons[position]
+
+    def _forbid(self, first: int, last: int, reason: str) -> None:
+        """Operators `first` to `last` must be in one piece."""
+        for position in range(first + 1, last + 1):
+            if not self._reasons[position]:
+                self._reasons[position] = reason
+
+    def _forbid_inside_values(self) -> None:
+        end = len(self._operators) - 1
+        for i, node in enumerate(self._operators):
+            if node.users and node.target not in _AUTOCAST and not _passes_between_pieces(node):
+                last = max(self._index.get(user, end) for user in node.users)
+                self._forbid(i, last, f"'{node.name}' is not a tensor that a piece could return")
+
+    def _forbid_before_mutations(self) -> None:
+        """A piece may have saved, for its backward, a value that a later piece changes in place."""
+        touched: dict[Any, int] = {}
+        for i, node in enumerate(self._operators):
+            for changed in mutated_by(node):
+                first = min((touched[key] for key in _memory(changed) if key in touched), default=i)
+                self._forbid(first, i, f"'{node.name}' changes in place what came before it")
+            for each in (node, *node.all_input_nodes):
+                for key in _memory(each):
+                    touched.setdefault(key, i)
+
+    def _forbid_inside_effects(self) -> None:
+        """Global state is switched on and off by nodes without a result; nobody knows which belong together."""
+        effects = [i for i, node in enumerate(self._operators) if _is_effect(node)]
+        if effects:
+            name = self._operators[effects[0]].name
+            self._forbid(effects[0], effects[-1], f"'{name}' changes global state")
+
+    def _forbid_without_gradient(self) -> None:
+        disabled = False
+        for i, node in enumerate(self._operators):
+            if disabled:
+                self._forbid(i - 1, i, "gradients are disabled there")
+            disabled = disables_gradient(node, disabled)
+
+
+def _memory(node: Node) -> Iterator[Any]:
+    """Keys that are equal for values that share memory."""
+    tensors = _tensors(value_of(node))
+    if not tensors:
+        yield node
+    for tensor in tensors:
+        try:
+            yield tensor.untyped_storage()._cdata
+        except (NotImplementedError, RuntimeError):
+            # Tensor subclasses need not have one storage.
+            yield node
+
+
+def _is_effect(node: Node) -> bool:
+    if node.users or node.target in _AUTOCAST or node.target is torch._C._set_grad_enabled or mutated_by(node):
+        return False
+    if any(word in _name(node) for word in _CHECKS):
+        return False
+    # An unused result is no effect.
+    return not _tensors(value_of(node)) and not isinstance(value_of(node), (torch.SymInt, int))

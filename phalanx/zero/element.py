@@ -1,0 +1,133 @@
+"""The element partition: every bucket cut into equal slices, one a rank.
+
+A step goes bucket by bucket: step the own slice of one, send it off, step the next while it travels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.graph import increment_version
+
+from ..comm.collectives import Collectives
+from ..comm.patience import Patience
+from ..observe import trace
+from ..plan import Bucket, BucketCaps, BucketPlan, ParamSpec, build_plan
+from ..plan.shards import Ownership, Span, element_ownership
+from .gathering import Gathering
+from .local import LocalOptimizer
+from .partition import Held, Partition
+from .roster import Roster
+from .shard import LivePiece, Shard
+
+# Small enough that a model of a few million parameters has several buckets to overlap, large enough that
+# the latency of a collective does not count.
+CAP_BYTES = 4 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A plan, and the number in the optimizer of each of its parameters."""
+
+    plan: BucketPlan
+    numbers: tuple[int, ...]
+
+
+def own_layouts(roster: Roster, numbers: Sequence[int]) -> list[Layout]:
+    """Layouts for the parameters `numbers`, in their order.
+
+    Frozen parameters get buckets of their own: they have no state, so mixed with the others they would
+    leave some ranks with less of it.
+    """
+    layouts = []
+    for trained in (True, False):
+        chosen = tuple(n for n in numbers if roster.params[n].requires_grad is trained)
+        if chosen:
+            specs = [roster.specs[n] for n in chosen]
+            layouts.append(Layout(build_plan(specs, BucketCaps((CAP_BYTES,)), range(len(specs))), chosen))
+    return layouts
+
+
+class ElementPartition(Partition):
+    """Equal slices of the buckets of `layouts`, which together hold every parameter of the roster once."""
+
+    name = "element"
+
+    def __init__(
+        self,
+        roster: Roster,
+        collectives: Collectives,
+        patience: Patience,
+        layouts: Sequence[Layout],
+        as_views: bool,
+    ) -> None:
+        super().__init__(roster, collectives, patience)
+        self.layouts = list(layouts)
+        self.gathering = Gathering(collectives, patience)
+        self.shards_of = [self._shards(layout, as_views) for layout in self.layouts]
+        self.shards = [shard for shards in self.shards_of for shard in shards]
+        self.gathering.provide(self.shards)
+
+    def _shards(self, layout: Layout, as_views: bool) -> list[Shard]:
+        params = [self.roster.params[n] for n in layout.numbers]
+        return [self._shard(bucket, layout, params, as_views) for bucket in layout.plan.buckets]
+
+    def _shard(self, bucket: Bucket, layout: Layout, params: Sequence[torch.Tensor], as_views: bool) -> Shard:
+        specs: Sequence[ParamSpec] = layout.plan.specs
+        return Shard(bucket, specs, params, layout.numbers, self.collectives, as_views)
+
+    @property
+    def ownership(self) -> Ownership:
+        of: list[tuple[Span, ...]] = [()] * len(self.roster.params)
+        for layout in self.layouts:
+            spans = element_ownership(layout.plan, self.collectives.world)
+            for number, mine in zip(layout.numbers, spans, strict=True):
+                of[number] = mine
+        return tuple(of)
+
+    @property
+    def held(self) -> list[Held]:
+        return [_held(piece) for shard in self.shards for piece in shard.pieces]
+
+    def step(self, local: LocalOptimizer, closure: Any, arguments: dict[str, Any]) -> Any:
+        loss = None
+        if callable(closure):
+            with torch.enable_grad():
+                loss = closure()
+        with torch.no_grad():
+            for shard in self.shards:
+                if shard.is_due():
+                    shard.refresh()
+                    shard.take_gradients()
+                    self.update(shard, local, arguments)
+                    shard.drop_gradients()
+            self.gathering.finish()
+        return loss
+
+    def update(self, shard: Shard, local: LocalOptimizer, arguments: dict[str, Any]) -> None:
+        """Step the pieces of one refreshed shard that have a gradient, and start gathering its bucket."""
+        started_ns = trace.now_ns()
+        local.step_some(self._active(shard), **arguments)
+        shard.store()
+        if trace.recorder is not None:
+            trace.recorder.span(trace.OPTIMIZER, started_ns, trace.now_ns(), bucket=shard.index)
+        self.gathering.launch(shard)
+        # The transport writes behind autograd's back; a graph that still needs the old values must notice.
+        increment_version(shard.params)
+
+    def _active(self, shard: Shard) -> dict[int, list[torch.Tensor]]:
+        active: dict[int, list[torch.Tensor]] = {}
+        for piece in shard.pieces:
+            if piece.tensor.grad is not None:
+                active.setdefault(self.roster.group_of[piece.index], []).append(piece.tensor)
+        return active
+
+
+def _held(live: LivePiece) -> Held:
+    piece = live.piece
+    shape = (live.length,) if live.member.spec.shape else ()
+    stride = (1,) if shape else ()
+    return Held(live.index, piece.start, piece.stop, piece.begin, piece.end, shape, stride, live.tensor)

@@ -1,0 +1,144 @@
+"""What an optimizer of sharded state consists of: parameters, their division, the local optimizer, the state.
+
+The public class above adds torch's signature; overlap adds another division and another moment to step. Here is
+what both need: making a division, replacing it without losing state, and collecting or setting the state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..comm.collectives import Collectives
+from ..comm.patience import Patience
+from ..plan.shards import Span
+from .element import ElementPartition, Layout, own_layouts
+from .kinds import Choice, Kind
+from .local import LocalOptimizer
+from .movement import Movement, merge_trees
+from .partition import Partition
+from .roster import Roster
+from .slices import StateSlices, whole
+from .tree import Tree
+from .whole import ParameterPartition
+
+LayOut = Callable[[Roster], list[Layout]]
+
+
+@dataclass(frozen=True, slots=True)
+class Transport:
+    """The ranks that share the work, and how this one talks to them."""
+
+    collectives: Collectives
+    patience: Patience
+
+
+class Engine:
+    """The division of `groups` among the ranks and everything that depends on it."""
+
+    def __init__(
+        self,
+        optimizer_class: type[torch.optim.Optimizer],
+        defaults: Mapping[str, Any],
+        groups: Sequence[dict[str, Any]],
+        choice: Choice,
+        transport: Transport,
+        as_views: bool,
+    ) -> None:
+        self.choice = choice
+        self.as_views = as_views
+        self.transport = transport
+        self.roster = Roster.of(groups)
+        self.lay_out: LayOut = _lay_out_alone
+        self.partition = self._divide(self.roster)
+        self.local = LocalOptimizer(optimizer_class, defaults, groups, self.partition.members())
+        # Whether any rank may hold state. Known without asking: the same things happen on every rank.
+        self.has_state = False
+
+    @property
+    def optim(self) -> torch.optim.Optimizer:
+        return self.local.optim
+
+    @property
+    def collectives(self) -> Collectives:
+        return self.transport.collectives
+
+    def _divide(self, roster: Roster) -> Partition:
+        collectives, patience = self.transport.collectives, self.transport.patience
+        if self.choice.partition == "parameter":
+            coupled = self.choice.kind is Kind.COUPLED
+            return ParameterPartition(roster, collectives, patience, self.as_views, coupled)
+        return ElementPartition(roster, collectives, patience, self.lay_out(roster), self.as_views)
+
+    # -- other parameters, another plan --------------------------------------------------------
+
+    def add_group(self, groups: Sequence[dict[str, Any]]) -> None:
+        """The last of `groups` is new. Every rank calls it at the same point."""
+        roster = Roster.of(groups)
+        self.local.add_group(groups[-1])
+        self.redivide(roster)
+        self.local.push(groups)
+
+    def redivide(self, roster: Roster | None = None) -> None:
+        """Divide anew and move the state there. Every rank calls it at the same point; nothing is lost."""
+        old, roster = self.partition, self.roster if roster is None else roster
+        new = self._divide(roster)
+        slices = None
+        if self.has_state:
+            live = self._live()
+            trees = self._merged(live)
+            before, after = old.ownership, new.ownership
+            slices = StateSlices.blank(new.held, trees, None)
+            # Parameters that are new have no state to move.
+            moving = Movement(trees, roster.specs, before + after[len(before) :], after, *self._ways())
+            moving.run(live, slices, _devices(roster))
+        self.roster, self.partition = roster, new
+        self.local.reseat(new.members())
+        if slices is not None:
+            slices.install(self.optim.state)
+
+    def _ways(self) -> tuple[Collectives, Patience]:
+        return self.transport.collectives, self.transport.patience
+
+    # -- state ---------------------------------------------------------------------------------
+
+    def _live(self) -> StateSlices:
+        return StateSlices.live(self.partition.held, self.optim.state, self.roster.names)
+
+    def _merged(self, live: StateSlices) -> dict[int, Tree]:
+        return merge_trees(live.trees, self.roster.params[0].device, *self._ways())
+
+    def described(self) -> tuple[StateSlices, dict[int, Tree]]:
+        """This rank's part of the state, and what the whole state looks like. Every rank calls it."""
+        live = self._live()
+        return live, self._merged(live)
+
+    def collect(self, to: int) -> dict[int, Any] | None:
+        """Every parameter's state, whole, in CPU memory of rank `to`; None elsewhere. Every rank calls it."""
+        live, trees = self.described()
+        mine = trees if self.collectives.rank == to else {}
+        target = StateSlices.blank(whole(self.roster.specs), mine, torch.device("cpu"))
+        everything = tuple((Span(0, spec.numel, to),) for spec in self.roster.specs)
+        moving = Movement(trees, self.roster.specs, self.partition.ownership, everything, *self._ways())
+        moving.run(live, target, _devices(self.roster))
+        return dict(target.states) if self.collectives.rank == to else None
+
+    def blank(self, trees: Mapping[int, Tree]) -> StateSlices:
+        """Memory for this rank's part of the state that `trees` describe."""
+        return StateSlices.blank(self.partition.held, trees, None)
+
+    def set_state(self, slices: StateSlices) -> None:
+        """Make `slices`, filled, the state. The same on every rank."""
+        slices.install(self.optim.state)
+        self.has_state = True
+
+
+def _lay_out_alone(roster: Roster) -> list[Layout]:
+    return own_layouts(roster, range(len(roster.params)))
+
+
+def _devices(roster: Roster) -> dict[str, torch.device]:
+    return {spec.device: param.device for spec, param in zip(roster.specs, roster.params, strict=True)}

@@ -1,0 +1,21 @@
+"""Uneven inputs: what a rank that has run out of them does about the others' optimizer steps."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch.distributed.algorithms.join import JoinHook
+
+if TYPE_CHECKING:
+    from .optimizer import ZeroRedundancyOptimizer
+
+
+class ShadowStep(JoinHook):
+    """Steps this rank's part whenever the ranks still training step theirs."""
+
+    def __init__(self, zero: ZeroRedundancyOptimizer) -> None:
+        super().__init__()
+        self._zero = zero
+
+    def main_hook(self) -> None:
+        self._zero.step()

@@ -1,0 +1,111 @@
+"""A whole state, as `state_dict()` gives it, checked and cut for this rank. Nothing is changed by a refusal.
+
+Must not know of process groups: every rank cuts its own part out of the same whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..errors import StateError
+from ..plan import ParamSpec
+from .engine import Engine
+from .kinds import StateKeys, state_keys
+from .roster import Roster
+from .storage import flatten
+from .tree import describe
+
+
+def check_structure(state_dict: Any, groups: Sequence[Mapping[str, Any]]) -> None:
+    """Raise unless `state_dict` has the form of an optimizer's state with groups of these sizes."""
+    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(state_dict):
+        got = sorted(map(str, state_dict)) if isinstance(state_dict, Mapping) else type(state_dict).__name__
+        raise StateError(
+            f"not an optimizer's state: expected the keys 'state' and 'param_groups', got {got}. "
+            "Give what state_dict() of an optimizer returned."
+        )
+    saved = state_dict["param_groups"]
+    if len(saved) != len(groups):
+        raise StateError(
+            f"the state has {len(saved)} parameter groups, the optimizer {len(groups)}. Make the optimizer with the "
+            "groups that were saved."
+        )
+    for number, (mine, theirs) in enumerate(zip(groups, saved, strict=True)):
+        if "params" not in theirs or len(theirs["params"]) != len(mine["params"]):
+            held = len(theirs.get("params", ()))
+            raise StateError(
+                f"group {number} has {held} parameters in the state and {len(mine['params'])} in the optimizer. "
+                "Make the optimizer with the parameters that were saved."
+            )
+
+
+def check_states(
+    states: Mapping[Any, Any], roster: Roster, optimizer_class: type[torch.optim.Optimizer], elementwise: bool
+) -> None:
+    """Raise unless every state belongs to a parameter, is complete and fits it."""
+    keys = state_keys(optimizer_class)
+    seen: dict[int, tuple[str, set[str]]] = {}
+    for param, state in states.items():
+        if not isinstance(param, torch.Tensor) or param not in roster.index_of:
+            raise StateError(
+                f"the state has an entry for parameter {param!r}, but the optimizer has only "
+                f"{len(roster.params)} parameters. It was saved from another model."
+            )
+        index = roster.index_of[param]
+        name = roster.names[index]
+        if not isinstance(state, Mapping):
+            raise StateError(f"{name}: its state must be a dict, got {type(state).__name__}.")
+        if keys is not None:
+            _check_keys(set(state), keys, name, optimizer_class.__name__)
+        if elementwise or keys is not None:
+            _check_shapes(state, roster.specs[index], name)
+            group, mine = roster.group_of[index], set(state)
+            first, expected = seen.setdefault(group, (name, mine)) if mine else (name, mine)
+            if mine != expected:
+                raise StateError(
+                    f"{name}: its state has {_listed(mine)}, that of {first} in the same group {_listed(expected)}. "
+                    "The state is truncated or mixed up."
+                )
+
+
+def _listed(keys: set[str]) -> str:
+    return ", ".join(sorted(keys)) or "nothing"
+
+
+def _check_keys(got: set[str], keys: StateKeys, name: str, class_name: str) -> None:
+    missing = keys.required - got if got else set()
+    foreign = got - keys.required - keys.optional
+    if missing or foreign:
+        expected = _listed(set(keys.required | keys.optional))
+        raise StateError(
+            f"{name}: not a state of {class_name}, which has {expected}; got {_listed(got)}. "
+            "It is truncated, or another optimizer's."
+        )
+
+
+def _check_shapes(state: Mapping[str, Any], spec: ParamSpec, name: str) -> None:
+    for key, value in state.items():
+        if isinstance(value, torch.Tensor) and value.dim() and tuple(value.shape) != spec.shape:
+            raise StateError(
+                f"{name}: its state '{key}' has shape {tuple(value.shape)}, the parameter {spec.shape}. "
+                "The state was saved from another model, or is truncated."
+            )
+
+
+def install(engine: Engine, states: Mapping[torch.Tensor, Any]) -> None:
+    """Make `states`, by parameter and whole, the engine's state: this rank keeps its own part."""
+    roster = engine.roster
+    found: dict[int, tuple[Any, dict[str, torch.Tensor]]] = {}
+    for param, state in states.items():
+        index = roster.index_of[param]
+        found[index] = describe(state, param, roster.names[index])
+    slices = engine.blank({index: tree for index, (tree, _) in sorted(found.items())})
+    for (index, path), _ in slices.extents.items():
+        values = found[index][1][path]
+        spec = roster.specs[index]
+        flat = flatten(values, spec) if tuple(values.shape) == spec.shape else values.reshape(-1)
+        slices.write(index, path, 0, flat.numel(), flat)
+    engine.set_state(slices)

@@ -1,0 +1,68 @@
+"""How many bytes each rank holds, by kind, and how many it would hold if nothing were divided."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..observe import trace
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+_MIB = 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    """Bytes on one rank."""
+
+    state: int
+    gradients: int
+    parameters: int
+
+    @property
+    def total(self) -> int:
+        """All three together."""
+        return self.state + self.gradients + self.parameters
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryReport:
+    """`ranks` by number; `unsharded` is what every rank would hold with the plain optimizer."""
+
+    ranks: tuple[RankMemory, ...]
+    unsharded: RankMemory
+
+    def __str__(self) -> str:
+        lines = [f"{'':>10} {'state':>10} {'gradients':>10} {'parameters':>11} {'total':>10}  MiB"]
+        rows = [*((f"rank {rank}", row) for rank, row in enumerate(self.ranks)), ("unsharded", self.unsharded)]
+        for name, row in rows:
+            lines.append(
+                f"{name:>10} {row.state / _MIB:>10.2f} {row.gradients / _MIB:>10.2f} "
+                f"{row.parameters / _MIB:>11.2f} {row.total / _MIB:>10.2f}"
+            )
+        return "\n".join(lines)
+
+
+def report_memory(engine: Engine) -> MemoryReport:
+    """Ask every rank. Every rank calls it and gets the same report."""
+    params = engine.roster.params
+    device = params[0].device
+    state = engine.local.num_state_bytes
+    gradients = sum(_bytes(param.grad) for param in params if param.grad is not None)
+    parameters = sum(_bytes(param) for param in params)
+    mine = torch.tensor([state, gradients, parameters], dtype=torch.int64, device=device)
+    everyone = torch.zeros(3 * engine.collectives.world, dtype=torch.int64, device=device)
+    engine.transport.patience.wait(engine.collectives.all_gather(everyone, mine), "asking for memory")
+    ranks = tuple(RankMemory(*row) for row in everyone.view(-1, 3).tolist())
+    trained = sum(_bytes(param) for param in params if param.requires_grad)
+    report = MemoryReport(ranks, RankMemory(sum(row.state for row in ranks), trained, parameters))
+    trace.fact(trace.MEMORY, {"state": state, "gradients": gradients, "parameters": parameters})
+    return report
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

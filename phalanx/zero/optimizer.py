@@ -1,0 +1,235 @@
+"""ZeroRedundancyOptimizer: torch's signature around optimizer state divided among the ranks.
+
+This class is thin on purpose: who owns what is decided in `plan.shards`, held and stepped in `element` and
+`whole`, moved in `movement`, and joined to backward in `overlap`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+
+from ..comm.patience import Patience
+from ..comm.torch_backend import collectives_for
+from ..ddp.arguments import choose_group
+from ..errors import ConfigError, PhalanxError, StateError
+from . import step_hooks
+from .clipping import clip_gradients
+from .engine import Engine, Transport
+from .join import ShadowStep
+from .kinds import check_class, choose_partition
+from .loading import check_states, check_structure, install
+from .memory import MemoryReport, report_memory
+from .roster import Roster, check_params
+
+
+class NotConsolidated(PhalanxError, RuntimeError):
+    """A whole state was asked for where there is none."""
+
+
+class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
+    """An `optimizer_class` whose state is divided among the ranks of a group.
+
+    All of torch 2.13's arguments are taken and mean the same; trailing keywords go to `optimizer_class`. Every
+    rank makes it with the same parameters and options, and steps it at the same time, after a backward that
+    leaves the same averaged gradients everywhere. Afterwards parameters are equal on all ranks and bit for bit
+    what `optimizer_class` alone would have made of them.
+
+    `partition` says how parameters are divided: "element" cuts them into equal slices, for optimizers that act
+    element by element; "parameter" gives whole ones to ranks; "auto" takes the former where it is right.
+    With `stage=2` gradients that a rank does not own are freed: `step` leaves no `.grad` behind.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        optimizer_class: type[torch.optim.Optimizer],
+        process_group: dist.ProcessGroup | None = None,
+        parameters_as_bucket_view: bool = False,
+        overlap_with_ddp: bool = False,
+        *,
+        stage: int = 1,
+        partition: str = "auto",
+        **defaults: Any,
+    ) -> None:
+        listed = check_params(params)
+        check_class(optimizer_class)
+        if stage not in (1, 2):
+            raise ConfigError(f"stage must be 1 (state divided) or 2 (gradients too), got {stage!r}.")
+        self.initialized = False
+        torch.optim.Optimizer.__init__(self, listed, defaults)
+        Joinable.__init__(self)
+        self.process_group = choose_group(process_group, None)
+        self.stage = stage
+        self.parameters_as_bucket_view = bool(parameters_as_bucket_view)
+        self.optimizer_class = optimizer_class
+        transport = _transport(self.process_group)
+        self.rank, self.world_size = transport.collectives.rank, transport.collectives.world
+        self.global_rank = dist.get_rank()
+        choice = choose_partition(optimizer_class, partition, self.world_size, defaults)
+        self.partition, self.partition_reason = choice.partition, choice.reason
+        self._engine = Engine(
+            optimizer_class, defaults, self.param_groups, choice, transport, self.parameters_as_bucket_view
+        )
+        self._consolidated: dict[int, Any] | None = None
+        self.initialized = True
+
+    @property
+    def optim(self) -> torch.optim.Optimizer:
+        """The optimizer that this rank runs on its own part of the parameters."""
+        return self._engine.optim
+
+    @property
+    def _all_params(self) -> list[torch.Tensor]:
+        return self._engine.roster.params
+
+    # -- training ------------------------------------------------------------------------------
+
+    def step(self, closure: Any = None, **kwargs: Any) -> Any:
+        """Update the parameters from their averaged gradients; every rank calls it.
+
+        Returns what the closure returned, if there is one. Keywords go to the optimizer's own `step`.
+        """
+        Join.notify_join_context(self)
+        with torch.autograd.profiler.record_function("Optimizer.step#ZeroRedundancyOptimizer.step"):
+            # A derived class that has its own step is wrapped with the hooks by torch.
+            if type(self).step is not ZeroRedundancyOptimizer.step:
+                return self._step(closure, **kwargs)
+            (_, *rest), kwargs = step_hooks.before(self, (self, closure), kwargs)
+            result = self._step(*rest, **kwargs)
+            step_hooks.after(self, (self, *rest), kwargs)
+            return result
+
+    # Torch would wrap `step` with the hooks a second time.
+    step.hooked = True  # type: ignore[attr-defined]
+
+    def _step(self, closure: Any = None, **kwargs: Any) -> Any:
+        engine = self._engine
+        engine.local.pull(self.param_groups)
+        self._consolidated = None
+        engine.has_state = True
+        result = engine.partition.step(engine.local, closure, kwargs)
+        engine.local.push(self.param_groups)
+        if self.stage == 2:
+            self.zero_grad()
+        return result
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, at any time; every rank calls it. State that exists is divided anew with the rest."""
+        super().add_param_group(param_group)
+        if self.initialized:
+            try:
+                self._engine.add_group(self.param_groups)
+            except PhalanxError:
+                self.param_groups.pop()
+                raise
+            self._consolidated = None
+
+    @torch.no_grad()
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Scale all gradients so that their norm, over all parameters, is at most `max_norm`; returns the norm.
+
+        Exact however gradients are divided. Every rank calls it and gets the same number.
+        """
+        return clip_gradients(self._all_params, max_norm, norm_type, error_if_nonfinite)
+
+    def memory(self) -> MemoryReport:
+        """Bytes of state, gradients and parameters on each rank, and without sharding. Every rank calls it."""
+        return report_memory(self._engine)
+
+    # -- state ---------------------------------------------------------------------------------
+
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """Collect the whole state in the memory of rank `to`, piece by piece; every rank calls it."""
+        if not 0 <= to < self.world_size:
+            raise ConfigError(f"to must be a rank of the group, 0 to {self.world_size - 1}, got {to!r}.")
+        self._consolidated = self._engine.collect(to)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Exactly what `optimizer_class` alone would return; on the rank to which it was consolidated."""
+        if self._consolidated is None and self.world_size == 1:
+            self.consolidate_state_dict()
+        if self._consolidated is None:
+            raise NotConsolidated(
+                f"rank {self.rank}: Optimizer state has not been consolidated on this rank since the last step. Please "
+                f"call `consolidate_state_dict(to={self.rank})` on all ranks beforehand if you meant to save the "
+                "global state, or sharded_state_dict() to save it without gathering."
+            )
+        params = self._all_params
+        self.state = defaultdict(dict, {params[index]: state for index, state in self._consolidated.items()})
+        try:
+            return super().state_dict()
+        finally:
+            self.state = defaultdict(dict)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a whole state, saved by this class or by `optimizer_class` alone, on any number of ranks.
+
+        Every rank loads the same. A state that does not fit raises StateError and changes nothing.
+        """
+        try:
+            super().load_state_dict(state_dict)
+        except StateError:
+            raise
+        except (KeyError, ValueError, TypeError, AttributeError) as error:
+            check_structure(state_dict, self.param_groups)
+            raise StateError(f"not a state that this optimizer can load: {error!r}.") from error
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # Torch calls this from load_state_dict, after the user's hooks and before anything has changed.
+        if not self.__dict__.get("initialized"):
+            super().__setstate__(state)
+            return
+        states, groups = dict(state["state"]), state["param_groups"]
+        elementwise = self.partition == "element"
+        check_states(states, self._engine.roster, self.optimizer_class, elementwise)
+        install(self._engine, self._normalised(states, groups))
+        super().__setstate__({"state": defaultdict(dict), "param_groups": groups})
+        self._engine.local.pull(groups)
+        self._engine.local.push(groups)
+        self._consolidated = None
+
+    def _normalised(self, states: dict[torch.Tensor, Any], groups: list[dict[str, Any]]) -> dict[torch.Tensor, Any]:
+        """The states and groups as the class's own `__setstate__` brings old ones up to date."""
+        alone = self.optimizer_class.__new__(self.optimizer_class)
+        alone.__dict__.update(self.optim.__dict__)
+        alone.__setstate__({"state": defaultdict(dict, states), "param_groups": groups})
+        return {param: state for param, state in alone.state.items() if state}
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise StateError(
+            "a ZeroRedundancyOptimizer cannot be pickled or copied: it belongs to a process group. Save "
+            "state_dict() or sharded_state_dict() instead."
+        )
+
+    # -- uneven inputs -------------------------------------------------------------------------
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """What a rank does that has run out of inputs: it goes on stepping its part."""
+        return ShadowStep(self)
+
+    @property
+    def join_device(self) -> torch.device:
+        """The device of the collectives that tell ranks about each other."""
+        return self._all_params[0].device
+
+    @property
+    def join_process_group(self) -> dist.ProcessGroup:
+        """The group whose ranks step together."""
+        return self.process_group
+
+    def __repr__(self) -> str:
+        lines = super().__repr__()
+        return f"{lines[:-1].rstrip()}\npartition: {self.partition} ({self.partition_reason}), stage {self.stage}\n)"
+
+
+def _transport(group: dist.ProcessGroup) -> Transport:
+    collectives = collectives_for(group)
+    return Transport(collectives, Patience(collectives))

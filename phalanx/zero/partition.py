@@ -1,0 +1,69 @@
+"""Who holds what: the interface that the element and the parameter partition share.
+
+A partition is made anew whenever the parameters or the plan change, and thrown away whole; whoever makes a
+new one moves the state (see `movement`). Must not know of steps in backward, nor of saving.
+"""
+
+from __future__ import annotations
+
+import abc
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..comm.collectives import Collectives
+from ..comm.patience import Patience
+from ..plan.shards import Ownership
+from .local import LocalOptimizer
+from .roster import Roster
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A tensor of the local optimizer: elements [start, stop) of parameter `index`, owned by this rank.
+
+    The tensor covers [begin, end) and has the given shape and strides; `key` is the tensor itself, under
+    which the optimizer keeps its state.
+    """
+
+    index: int
+    start: int
+    stop: int
+    begin: int
+    end: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    key: torch.Tensor
+
+
+class Partition(abc.ABC):
+    """One way to divide the parameters of `roster` among the ranks of `collectives`."""
+
+    name: str
+
+    def __init__(self, roster: Roster, collectives: Collectives, patience: Patience) -> None:
+        self.roster = roster
+        self.collectives = collectives
+        self.patience = patience
+
+    @property
+    @abc.abstractmethod
+    def ownership(self) -> Ownership:
+        """Of each parameter, who owns which elements; the same on all ranks."""
+
+    @property
+    @abc.abstractmethod
+    def held(self) -> list[Held]:
+        """What this rank holds, in the order of the parameters within each bucket."""
+
+    @abc.abstractmethod
+    def step(self, local: LocalOptimizer, closure: Any, arguments: dict[str, Any]) -> Any:
+        """Step this rank's part on the parameters' `.grad`, and make parameters equal on all ranks.
+
+        Returns what the optimizer returned. Every rank calls it at the same point.
+        """
+
+    def members(self) -> list[list[torch.Tensor]]:
+        """The tensors of the local optimizer, by group."""
+        return self.roster.by_group((held.index, held.key) for held in self.held)

@@ -1,0 +1,121 @@
+"""The part of the optimizer's state that one rank holds, as text for each parameter and flat extents.
+
+    live   views of what an optimizer holds now: to send, to save
+    blank  new memory for a state that is described but not there yet: to receive into, to load into
+
+Must not know how extents travel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..plan import ParamSpec
+from .partition import Held
+from .tree import Leaf, Tree, describe, rebuild
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """Consecutive elements of one leaf, from `start` on, counted in the whole parameter's leaf."""
+
+    start: int
+    values: torch.Tensor
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.values.numel()
+
+
+@dataclass
+class StateSlices:
+    """`trees` by parameter; `extents` by parameter and path, in order; `states` by position in `held`."""
+
+    held: Sequence[Held]
+    trees: dict[int, Tree] = field(default_factory=dict)
+    extents: dict[tuple[int, str], list[Extent]] = field(default_factory=dict)
+    states: dict[int, Any] = field(default_factory=dict)
+
+    @classmethod
+    def live(
+        cls, held: Sequence[Held], state: Mapping[torch.Tensor, Any], names: Sequence[str]
+    ) -> StateSlices:
+        """What `state` holds for the tensors of `held`."""
+        slices = cls(held)
+        for one in held:
+            if one.key not in state:
+                continue
+            tree, leaves = describe(state[one.key], one.key, names[one.index])
+            slices.trees.setdefault(one.index, tree)
+            for path, values in leaves.items():
+                elementwise = values.shape == one.key.shape
+                slices._add(one, path, _dense(values, one) if elementwise else values.contiguous(), elementwise)
+        return slices
+
+    @classmethod
+    def blank(cls, held: Sequence[Held], trees: Mapping[int, Tree], device: torch.device | None) -> StateSlices:
+        """Zeroed memory for the state that `trees` describe; on `device`, or where each tensor is."""
+        slices = cls(held, dict(trees))
+        for position, one in enumerate(held):
+            if one.index in trees:
+                slices._make(position, one, one.key.device if device is None else device)
+        return slices
+
+    def _make(self, position: int, one: Held, device: torch.device) -> None:
+        def leaf(leaf: Leaf) -> torch.Tensor:
+            elementwise = leaf.shape is None
+            if leaf.shape is None:
+                values = torch.empty_strided(one.shape, one.stride, dtype=leaf.dtype, device=device).zero_()
+            else:
+                values = torch.zeros(leaf.shape, dtype=leaf.dtype, device=device)
+            self._add(one, leaf.path, values, elementwise)
+            return values
+
+        self.states[position] = rebuild(self.trees[one.index], device, leaf)
+
+    def _add(self, one: Held, path: str, values: torch.Tensor, elementwise: bool) -> None:
+        flat = values.as_strided((values.numel(),), (1,))
+        start = 0
+        if elementwise:
+            flat = flat[one.start - one.begin : one.stop - one.begin]
+            start = one.start
+        self.extents.setdefault((one.index, path), []).append(Extent(start, flat))
+
+    def read(self, index: int, path: str, start: int, stop: int, out: torch.Tensor) -> None:
+        """Copy elements [start, stop) of a leaf, all of them held here, into `out`."""
+        for extent in self.extents[index, path]:
+            low, high = max(start, extent.start), min(stop, extent.stop)
+            if low < high:
+                out[low - start : high - start].copy_(extent.values[low - extent.start : high - extent.start])
+
+    def write(self, index: int, path: str, start: int, stop: int, values: torch.Tensor) -> None:
+        """Copy `values`, elements [start, stop) of a leaf, to wherever this rank holds them."""
+        for extent in self.extents.get((index, path), ()):
+            low, high = max(start, extent.start), min(stop, extent.stop)
+            if low < high:
+                extent.values[low - extent.start : high - extent.start].copy_(values[low - start : high - start])
+
+    def install(self, state: dict[torch.Tensor, Any]) -> None:
+        """Make what is in this memory the state of an optimizer."""
+        state.clear()
+        for position, value in self.states.items():
+            state[self.held[position].key] = value
+
+
+def _dense(values: torch.Tensor, one: Held) -> torch.Tensor:
+    if values.stride() == one.stride or values.numel() <= 1:
+        return values
+    dense = torch.empty_strided(one.shape, one.stride, dtype=values.dtype, device=values.device)
+    return dense.copy_(values)
+
+
+def whole(specs: Sequence[ParamSpec]) -> list[Held]:
+    """Every parameter in one piece, held by nobody in particular: what a consolidated state is made of."""
+    return [
+        Held(index, 0, spec.numel, 0, spec.numel, spec.shape, spec.stride, torch.empty(0))
+        for index, spec in enumerate(specs)
+    ]

@@ -1,0 +1,79 @@
+"""Where a parameter's elements lie, as one flat tensor in the order of the parameter's memory.
+
+    home      flat tensor                                    copied
+    own       over the parameter's own memory                never
+    bucket    part of the bucket's buffer, which `param.data` then is a view of     once, at the start
+    shadow    a dense copy, for a parameter with gaps or overlaps in its memory     before and after each step
+
+Users may give a parameter other memory at any time (`param.data = …`, `module.to(…)`), so the address is
+compared before every use. Must not know who owns which elements.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..errors import MismatchError
+from ..plan import ParamSpec
+
+
+def flatten(tensor: torch.Tensor, spec: ParamSpec) -> torch.Tensor:
+    """The elements of a tensor of the spec's shape in the order of the spec's strides: a view where possible."""
+    if tensor.stride() != spec.stride and tensor.numel() > 1:
+        dense = torch.empty_strided(spec.shape, spec.stride, dtype=tensor.dtype, device=tensor.device)
+        tensor = dense.copy_(tensor)
+    return tensor.as_strided((spec.numel,), (1,))
+
+
+def unflatten(flat: torch.Tensor, spec: ParamSpec) -> torch.Tensor:
+    """The view of a flat tensor that has the spec's shape and strides."""
+    return flat.as_strided(spec.shape, spec.stride)
+
+
+class ParameterStorage:
+    """One parameter's memory. `flat` may become another tensor whenever `refresh` says so."""
+
+    def __init__(self, param: torch.Tensor, spec: ParamSpec, home: torch.Tensor | None = None) -> None:
+        """With `home`, a flat tensor of the parameter's size, the parameter moves there."""
+        self.param = param
+        self.spec = spec
+        self._home = home
+        self._address = -1
+        self.is_shadow = False
+        self.flat = torch.empty(0)
+        self._settle()
+
+    def _settle(self) -> None:
+        data = self.param.detach()
+        if tuple(data.shape) != self.spec.shape or data.dtype != self.spec.dtype:
+            raise MismatchError(
+                f"{self.spec.name} was {self.spec.dtype} of shape {self.spec.shape} when the optimizer was made and is "
+                f"{data.dtype} of shape {tuple(data.shape)} now. Make the optimizer after changing the model."
+            )
+        if self._home is not None:
+            view = unflatten(self._home, self.spec)
+            if data.data_ptr() != view.data_ptr() or data.stride() != view.stride():
+                view.copy_(data)
+                self.param.data = view
+            self.flat = self._home
+        elif data.stride() == self.spec.stride or data.numel() <= 1:
+            self.flat = data.as_strided((self.spec.numel,), (1,))
+        else:
+            self.is_shadow = True
+            self.flat = torch.empty(self.spec.numel, dtype=data.dtype, device=data.device)
+        self._address = self.param.data_ptr()
+
+    def refresh(self) -> bool:
+        """Make `flat` hold the parameter's values now; true if it is another tensor than before."""
+        moved = self.param.data_ptr() != self._address
+        if moved:
+            self.is_shadow = False
+            self._settle()
+        if self.is_shadow:
+            unflatten(self.flat, self.spec).copy_(self.param.detach())
+        return moved
+
+    def publish(self) -> None:
+        """Give the parameter the values in `flat`, where they are not its own memory."""
+        if self.is_shadow:
+            self.param.detach().copy_(unflatten(self.flat, self.spec))

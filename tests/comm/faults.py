@@ -1,0 +1,203 @@
+"""Faults put into a collective at a chosen moment, and what every rank must make of them.
+
+A plan names a collective, a fault, the rank that suffers it and the moment. The victim first runs the
+collective unharmed and notes its moments (the steps of the team, and before, amid and after each),
+so that the plan's moment exists and the fault fires. The victim leaves a note in a file when it
+fires; every other rank must then finish correctly, or raise the right error in time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from enum import Enum
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from phalanx.comm.hierarchical import hosts
+from phalanx.comm.hierarchical.engine import HierarchicalEngine
+from phalanx.comm.shm.backend import PhalanxProcessGroup
+from phalanx.comm.shm.engine import TeamEngine
+from phalanx.comm.shm.team import Team
+from phalanx.errors import CollectiveTimeout, CommunicationError, PeerFailure
+from tests.comm.contract import Case, Rank, check
+
+NOTICED_S = 1.0
+LIMIT_S = 1.0  # the group's time limit where a rank stops for longer
+SLACK_S = 1.0  # for a busy machine
+LONG_S = 30.0
+
+
+class Fault(Enum):
+    """What happens to the victim."""
+
+    KILL = "kill"
+    RAISE = "raise"
+    STOP = "stop"  # until the others have given up on it
+    PAUSE = "pause"  # stopped for a moment, then continued
+    SLOW = "slow"
+    ABORT = "abort"
+    LEAVE = "leave"  # destroys its group
+
+
+@dataclass(frozen=True)
+class FaultPlan:
+    """One fault. `moment` is taken modulo the moments that the collective has."""
+
+    case: Case
+    fault: Fault
+    victim: int
+    moment: int
+    layout: str | None = None
+
+    @property
+    def is_harmless(self) -> bool:
+        """Whether every rank must finish as if nothing had happened."""
+        return self.fault in (Fault.PAUSE, Fault.SLOW)
+
+
+class InjectedError(Exception):
+    """What a victim raises."""
+
+
+def suffer(rank: int, world: int, plan: FaultPlan, notes: str) -> dict[str, object]:
+    """One rank's part in a plan; what it saw."""
+    hosts._pretended = None if plan.layout is None else plan.layout[rank]
+    limit_s = LIMIT_S if plan.fault is Fault.STOP else LONG_S
+    dist.init_process_group("phalanx", timeout=timedelta(seconds=LONG_S))
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"pid/{rank}", str(os.getpid()))
+    victim_pid = int(store.get(f"pid/{plan.victim}"))
+    group = dist.group.WORLD
+    assert isinstance(group, PhalanxProcessGroup)
+    me, note = Rank(rank, world), Path(notes)
+    moments = _moments(plan.case, me, _team(group))
+    dist.barrier()
+    group.set_timeout(timedelta(seconds=limit_s))
+    if rank == plan.victim:
+        _arm(group, plan, moments, note)
+    seen: dict[str, object] = {"moments": len(moments)}
+    try:
+        check(plan.case, me)
+        dist.barrier()
+        seen["outcome"] = "finished"
+    except InjectedError:
+        seen["outcome"] = "injected"
+    except CommunicationError as error:
+        seen |= {"outcome": type(error).__name__, "ranks": error.ranks, "text": str(error)}
+    fired_at = _read(note)
+    seen["delay_s"] = time.monotonic() - fired_at if fired_at else None
+    if plan.fault is Fault.STOP and rank != plan.victim:
+        os.kill(victim_pid, signal.SIGCONT)
+    if seen["outcome"] != "finished":
+        seen["afterwards"] = _still_broken()
+    return seen
+
+
+def _still_broken() -> str:
+    """A broken group stays broken, at once and for every collective."""
+    began = time.monotonic()
+    try:
+        dist.barrier()
+    except (CommunicationError, ValueError, RuntimeError) as error:
+        assert time.monotonic() - began < 0.5, "a broken group made its user wait"
+        return type(error).__name__
+    return "works"
+
+
+def _team(group: PhalanxProcessGroup) -> Team:
+    engine = group.gateway.engine
+    if isinstance(engine, HierarchicalEngine):
+        return engine._team.team
+    assert isinstance(engine, TeamEngine)
+    return engine.team
+
+
+def _moments(case: Case, me: Rank, team: Team) -> list[tuple[str, int, str]]:
+    """The moments of a collective, in order; also its first, unharmed run."""
+    moments: list[tuple[str, int, str]] = []
+    team.observer = lambda *moment: moments.append(moment)
+    check(case, me)
+    team.observer = None
+    return moments
+
+
+def _arm(
+    group: PhalanxProcessGroup, plan: FaultPlan, moments: list[tuple[str, int, str]], note: Path
+) -> None:
+    """Let the fault happen at the plan's moment of the next collective."""
+    countdown = plan.moment % len(moments)
+    team = _team(group)
+
+    def observe(collective: str, step: int, moment: str) -> None:
+        nonlocal countdown
+        if countdown == 0:
+            team.observer = None
+            note.with_suffix(".part").write_text(json.dumps([time.monotonic(), collective, step, moment]))
+            note.with_suffix(".part").rename(note)
+            _ACTIONS[plan.fault](group)
+        countdown -= 1
+
+    team.observer = observe
+
+
+def _read(note: Path) -> float | None:
+    return float(json.loads(note.read_text())[0]) if note.exists() else None
+
+
+def _raise(_: PhalanxProcessGroup) -> None:
+    raise InjectedError("injected")
+
+
+def _pause(_: PhalanxProcessGroup) -> None:
+    # A child continues what stops itself.
+    pid = os.getpid()
+    if os.fork() == 0:
+        time.sleep(0.2)
+        os.kill(pid, signal.SIGCONT)
+        os._exit(0)
+    os.kill(pid, signal.SIGSTOP)
+    os.wait()
+
+
+_ACTIONS: dict[Fault, Callable[[PhalanxProcessGroup], None]] = {
+    Fault.KILL: lambda _: os.kill(os.getpid(), signal.SIGKILL),
+    Fault.RAISE: _raise,
+    Fault.STOP: lambda _: os.kill(os.getpid(), signal.SIGSTOP),
+    Fault.PAUSE: _pause,
+    Fault.SLOW: lambda _: time.sleep(0.05),
+    Fault.ABORT: lambda group: group.abort(),
+    Fault.LEAVE: lambda group: group.gateway.engine.leave(CommunicationError("leaving")),
+}
+
+
+def verify(plan: FaultPlan, rank: int, seen: dict[str, object]) -> None:
+    """Raise unless what a surviving rank saw is what it must see."""
+    outcome, named = seen["outcome"], seen.get("ranks", ())
+    context = f"rank {rank}, {plan}: {seen}"
+    if plan.is_harmless:
+        assert outcome == "finished", context
+        return
+    assert seen["afterwards"] in ("CommunicationError", "PeerFailure", "CollectiveTimeout"), context
+    if rank == plan.victim:
+        expected = {Fault.RAISE: "injected", Fault.STOP: "CollectiveTimeout"}.get(plan.fault, "CommunicationError")
+        assert outcome == expected or (plan.layout and outcome in ("PeerFailure", "CollectiveTimeout")), context
+        return
+    if plan.fault is Fault.STOP:
+        assert outcome == CollectiveTimeout.__name__ or (plan.layout and outcome == PeerFailure.__name__), context
+        patience_s = LIMIT_S if plan.layout is None else 1.25 * LIMIT_S + 1.0
+        assert seen["delay_s"] < patience_s + NOTICED_S + SLACK_S, context
+    else:
+        assert outcome == PeerFailure.__name__, context
+        assert seen["delay_s"] < NOTICED_S + SLACK_S, context
+    if plan.layout is None:
+        assert tuple(named) == (plan.victim,), context
+    else:
+        assert plan.victim in named, context

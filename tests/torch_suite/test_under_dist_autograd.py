@@ -1,0 +1,47 @@
+"""Torch's own tests of DistributedDataParallel under distributed autograd, with ours in its place, on CPU tensors."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from typing import Any
+from unittest import mock
+
+import pytest
+
+import phalanx
+from tests.cluster import Leak, run_ranks
+
+_MODULE = "torch.testing._internal.distributed.ddp_under_dist_autograd_test"
+_RPC = "torch.testing._internal.distributed.rpc.tensorpipe_rpc_agent_test_fixture"
+# Four trainers; with a parameter server and a master beside them where the test asks for that.
+_TESTS = {
+    "DdpUnderDistAutogradTest.test_backward_no_ddp": 6,
+    "DdpUnderDistAutogradTest.test_backward_ddp_outside": 6,
+    "DdpUnderDistAutogradTest.test_backward_ddp_outside_uneven_inputs": 6,
+    "DdpUnderDistAutogradTest.test_backward_ddp_inside": 6,
+    "DdpComparisonTest.test_ddp_comparison": 4,
+    "DdpComparisonTest.test_ddp_comparison_uneven_inputs": 4,
+    "DdpComparisonTest.test_ddp_dist_autograd_sparse_grads": 4,
+    "DdpComparisonTest.test_ddp_dist_autograd_local_vs_remote": 4,
+}
+
+
+def _run(rank: int, world: int, name: str, file_name: str, reference: bool) -> None:
+    module: Any = importlib.import_module(_MODULE)
+    agent: Any = importlib.import_module(_RPC).TensorPipeRpcAgentTestFixture
+    class_name, method = name.split(".")
+    case = type("TorchCase", (agent, getattr(module, class_name)), {})()
+    case.rank, case.file_name = rank, file_name
+    wrapper = module.DistributedDataParallel if reference else phalanx.DistributedDataParallel
+    with mock.patch.object(module, "DistributedDataParallel", wrapper):
+        getattr(case, method)()
+
+
+@pytest.mark.parametrize("name", list(_TESTS))
+def test_torch(name: str, tmp_path: Any) -> None:
+    reference = os.environ.get("TORCH_SUITE_REFERENCE") == "1"
+    # Torch's rpc keeps threads and shared memory after its shutdown.
+    leaks = [Leak.NATIVE_THREADS, Leak.MEMFD, Leak.GROUPS]
+    file_name = str(tmp_path / "rendezvous")
+    run_ranks(_TESTS[name], _run, name, file_name, reference, backend=None, allow_leaks=leaks)
