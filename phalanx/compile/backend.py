@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,8 +24,9 @@ from .capture import capture_of
 from .guard import guard_on_cuts
 from .operators import Obstacles, operators_of
 from .parameters import find_parameters, give_examples
+from .pieces import Captured, Inner, compile_pieces, compile_whole
 from .split import Closing, Group, completions, place_cuts, spans
-from .stitch import Inner, Stitched, compile_pieces, compile_whole, graph_name
+from .stitch import Stitched
 
 log = logging.getLogger("phalanx.compile")
 
@@ -99,7 +99,7 @@ def compile_for(
 
     owners = find_parameters(gm, example_inputs, lambda param, _: names.get(id(param)))
     registered = [spec.name for spec in plan.specs]
-    return cut_and_compile(gm, example_inputs, inner, Question(owners, registered, closings))
+    return cut_and_compile(Captured(gm, example_inputs, owners), inner, registered, closings)
 
 
 def _is_last(gm: fx.GraphModule) -> bool:
@@ -108,33 +108,30 @@ def _is_last(gm: fx.GraphModule) -> bool:
     return not getattr(reason, "graph_break", False)
 
 
-@dataclass(frozen=True, slots=True)
-class Question:
-    """Whose gradients are to overlap: parameters by node and in registration order, and where buckets close."""
-
-    owners: Mapping[fx.Node, tuple[str, ...]]
-    registered: Sequence[str]
-    closings: Callable[[Sequence[Group]], list[Closing]]
-
-
 def cut_and_compile(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], inner: Inner, question: Question
+    captured: Captured,
+    inner: Inner,
+    registered: Sequence[str],
+    closings: Callable[[Sequence[Group]], list[Closing]],
 ) -> Stitched:
-    """The graph, compiled in as many pieces as its buckets ask for and its operators allow."""
-    give_examples(gm, example_inputs)
-    operators = operators_of(gm.graph)
-    groups = completions(operators, question.owners, question.registered)
-    wanted = question.closings(groups)
+    """The graph, compiled in as many pieces as its buckets ask for and its operators allow.
+
+    `registered` are the parameters in registration order; `closings` says which buckets close in the graph.
+    """
+    give_examples(captured.gm, captured.example_inputs)
+    operators = operators_of(captured.gm.graph)
+    groups = completions(operators, captured.owners, registered)
+    wanted = closings(groups)
     obstacles = Obstacles(operators)
     cuts = place_cuts(operators, groups, wanted, obstacles)
     pieces = spans(len(operators), groups, cuts)
     if len(pieces) > 1:
-        log.info("%s: cut into %d pieces for %d buckets", graph_name(gm), len(pieces), len(wanted))
-        return compile_pieces(gm, inner, pieces)
+        log.info("%s: cut into %d pieces for %d buckets", captured.name, len(pieces), len(wanted))
+        return compile_pieces(captured, inner, pieces)
     note = _why_whole(groups, wanted, obstacles)
     if note:
-        log.warning("%s: not cut, so all its gradients come at once: %s", graph_name(gm), note)
-    return compile_whole(gm, example_inputs, inner, pieces[0], note)
+        log.warning("%s: not cut, so all its gradients come at once: %s", captured.name, note)
+    return compile_whole(captured, inner, pieces[0], note)
 
 
 def _why_whole(groups: Sequence[Group], wanted: Sequence[Closing], obstacles: Obstacles) -> str:

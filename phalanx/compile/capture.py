@@ -10,21 +10,16 @@ how graphs are compiled.
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any
 
 from ..ddp.reducer import Reducer
 from ..plan import BucketCaps, BucketPlan, ParamSpec, plan_of
 from .split import Closing, Group, Span, fill
 
-
-class Graph(Protocol):
-    """A compiled graph, as far as it matters here."""
-
-    @property
-    def spans(self) -> Sequence[Span]:
-        """Its pieces in forward order."""
+log = logging.getLogger("phalanx.compile")
 
 
 class Capture:
@@ -34,25 +29,25 @@ class Capture:
         # Each piece as groups of names in ready order, in the order of first execution.
         self._pieces: list[tuple[tuple[str, ...], ...]] = []
         self._owned: set[str] = set()
-        self._graphs: list[weakref.ref[Graph]] = []
+        self._runs: list[tuple[weakref.ref[Any], list[Span]]] = []
 
     @property
-    def graphs(self) -> list[Graph]:
-        """The compiled graphs that have run and still exist, in the order of first execution."""
-        return [graph for reference in self._graphs if (graph := reference()) is not None]
+    def runs(self) -> list[tuple[Any, list[Span]]]:
+        """The compiled graphs that still exist, each with its pieces for each set of parameters it has run with."""
+        return [(graph, spans) for reference, spans in self._runs if (graph := reference()) is not None]
 
     @property
     def pieces(self) -> list[tuple[str, ...]]:
         """The parameters of each piece, in the order of first execution."""
         return [tuple(name for group in piece for name in group) for piece in self._pieces]
 
-    def add(self, graph: Graph) -> None:
-        """A compiled graph runs, for the first time here.
+    def add(self, graph: Any, spans: list[Span]) -> None:
+        """A compiled graph runs with these parameters for the first time; `spans` are its pieces, in forward order.
 
         A parameter that an earlier graph uses as well is complete only there, so it stays with that one.
         """
-        self._graphs.append(weakref.ref(graph))
-        for span in graph.spans:
+        self._runs.append((weakref.ref(graph), spans))
+        for span in spans:
             groups = [tuple(name for name in group.params if name not in self._owned) for group in span.groups]
             piece = tuple(group for group in groups if group)
             if piece:
@@ -88,7 +83,12 @@ class Capture:
             for piece in reversed(self._pieces)
         ]
         # What no graph holds runs eagerly, between the graphs; what nobody used comes last.
-        pieces += [((plan.specs[i].name,),) for i in plan.order if plan.specs[i].name not in self._owned]
+        eager = [name for i in plan.order if (name := plan.specs[i].name) not in self._owned]
+        if self._pieces and any(name in seen for name in eager):
+            used = [name for name in eager if name in seen]
+            text = "%d of %d parameters are used outside of the compiled graphs, first '%s'"
+            log.warning(text, len(used), len(index), used[0])
+        pieces += [((name,),) for name in eager]
         pieces.sort(key=lambda piece: max((seen[n] for group in piece for n in group if n in seen), default=never))
         closings = fill(pieces, _by_name(plan), plan.caps)
         return [[index[name] for name in closing.params] for closing in closings]

@@ -40,17 +40,14 @@ def _name(node: Node) -> str:
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
 
 
-def disables_gradient(node: Node, before: bool) -> bool:
-    """Whether gradients are disabled after the node, given that they were or not `before` it."""
-    return not node.args[0] if node.target is torch._C._set_grad_enabled else before
-
-
-def carries_gradient(node: Node) -> bool:
-    """Whether backward passes through the node, as far as its example value tells."""
-    value = value_of(node)
-    if value is None or isinstance(node.target, torch._ops.HigherOrderOperator):
-        return True
-    return any(tensor.requires_grad for tensor in _tensors(value))
+def without_gradient(operators: Sequence[Node]) -> list[bool]:
+    """For each operator, whether it runs under `torch.no_grad`."""
+    disabled, found = False, []
+    for node in operators:
+        if node.target is torch._C._set_grad_enabled:
+            disabled = not node.args[0]
+        found.append(disabled)
+    return found
 
 
 def mutated_by(node: Node) -> list[Node]:
@@ -146,11 +143,9 @@ class Obstacles:
             self._forbid(effects[0], effects[-1], f"'{name}' changes global state")
 
     def _forbid_without_gradient(self) -> None:
-        disabled = False
-        for i, node in enumerate(self._operators):
+        for i, disabled in enumerate(without_gradient(self._operators)[:-1]):
             if disabled:
-                self._forbid(i - 1, i, "gradients are disabled there")
-            disabled = disables_gradient(node, disabled)
+                self._forbid(i, i + 1, "gradients are disabled there")
 
 
 def _memory(node: Node) -> Iterator[Any]:

@@ -15,11 +15,12 @@ from torch import fx
 
 from ..plan import BucketCaps, ParamSpec, specs_of
 from ..plan.buckets import DEFAULT_FIRST_CAP_BYTES
-from .backend import Question, active_wrapper, compile_for, cut_and_compile
+from .backend import active_wrapper, compile_for, cut_and_compile
 from .guard import guard_on_cuts
 from .parameters import find_parameters
+from .pieces import Captured, Inner
 from .split import Closing, Group, fill
-from .stitch import Inner, Stitched
+from .stitch import Stitched
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +92,7 @@ class DDPOptimizer:
         def closings(groups: Sequence[Group]) -> list[Closing]:
             return fill([[group.params for group in groups]], specs, self._caps)
 
-        return cut_and_compile(gm, example_inputs, inner, Question(owners, list(specs), closings))
+        return cut_and_compile(Captured(gm, example_inputs, owners), inner, list(specs), closings)
 
 
 def _describe(names: Sequence[str], by_name: dict[str, torch.nn.Parameter]) -> PieceBucket:

@@ -18,15 +18,15 @@ Pure: must not know of reducers, wrappers or compilers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch.fx import Node
 
 from ..plan import BucketCaps, ParamSpec
 from ..plan.buckets import MIB
-from .operators import Obstacles, carries_gradient, disables_gradient
+from .operators import Obstacles, without_gradient
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +66,14 @@ class Span:
     def params(self) -> tuple[str, ...]:
         return tuple(name for group in self.groups for name in group.params)
 
+    def renamed(self, new_name: Callable[[str], str | None]) -> Span:
+        """The same piece for other parameters; those without a new name are left out."""
+        groups = [
+            Group(group.position, tuple(new for name in group.params if (new := new_name(name)) is not None))
+            for group in self.groups
+        ]
+        return replace(self, groups=tuple(group for group in groups if group.params))
+
 
 def completions(
     operators: Sequence[Node], owners: Mapping[Node, tuple[str, ...]], registered: Sequence[str]
@@ -76,12 +84,9 @@ def completions(
     What completes at once is in the reverse of the order `registered`, as in a plan without observation.
     """
     first_use: dict[str, int] = {}
-    enabled = True
+    disabled = without_gradient(operators)
     for position, node in enumerate(operators):
-        enabled = not disables_gradient(node, not enabled)
-        if not enabled or not carries_gradient(node):
-            continue
-        for source in (node, *node.all_input_nodes):
+        for source in () if disabled[position] else (node, *node.all_input_nodes):
             for name in owners.get(source, ()):
                 first_use.setdefault(name, position)
     rank = {name: -index for index, name in enumerate(registered)}

@@ -1,14 +1,11 @@
-"""A graph divided into pieces that are compiled one by one and run one after the other.
+"""What dynamo runs in place of a captured graph: the compiled pieces, one after the other.
 
-Owns the compiled pieces. Decides nothing: where to cut is in `split`.
+Owns the pieces and the wiring between them. Decides nothing, compiles nothing.
 """
 
 from __future__ import annotations
 
-import copy
-import logging
 import operator
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -17,21 +14,12 @@ from typing import Any
 import torch
 from torch import fx
 
-# Private, as everything about the context that dynamo compiles in. Each piece gets a context of its own, because
-# AOTAutograd leaves in it what the piece's backward reads later. tests/compile/test_torch_internals.py.
-from torch._guards import TracingContext, tracing
-from torch.fx.passes.split_module import split_module
 from torch.utils import _pytree as pytree
 
 from ..ddp.torch_names import TorchNames
 from ..observe import trace
 from .capture import capture_of
-from .operators import operators_of, value_of
 from .split import Span
-
-log = logging.getLogger("phalanx.compile")
-
-Inner = Callable[..., Callable[..., Any]]
 
 PIECE_BACKWARD = "piece_backward"  # span: backward of one compiled piece; `graph`, `piece`
 
@@ -44,6 +32,7 @@ class Piece:
     graph: fx.GraphModule
     run: Callable[..., Any]
     error: str = ""
+    detached: frozenset[int] = frozenset()  # inputs that are parameters used without gradient only
     inputs: tuple[int, ...] = ()
     outputs: tuple[tuple[int, int], ...] = ()  # (slot, index in what the piece returns)
     dead: tuple[int, ...] = ()  # slots that no later piece reads
@@ -63,25 +52,28 @@ class _Layout:
 class Stitched:
     """What dynamo calls in place of the graph. Runs the pieces in order; safe to run for any wrapper."""
 
-    def __init__(self, name: str, note: str) -> None:
+    def __init__(self, name: str, inputs_of: dict[str, int], note: str = "") -> None:
         self.name = name
         self.note = note  # why the graph is not cut, where that is worth a word
+        # By name, which graph inputs the parameters are: dynamo runs one graph for all modules of a kind, each with
+        # parameters of its own. Those that are no inputs are part of the graph.
+        self._inputs_of = inputs_of
+        slots = sorted(inputs_of.values())
+        self._ends = (slots[0], slots[-1]) if slots else ()  # tells such runs apart
         self.pieces: list[Piece] = []
         self._constants: list[Any] = []
         self._num_slots = 0
         self._leaves: list[tuple[int | None, Any]] = []  # (slot, None), or (None, constant)
         self._structure: Any = None
-        self._told: weakref.ref[Any] | None = None
-
-    @property
-    def spans(self) -> list[Span]:
-        return [piece.span for piece in self.pieces]
+        self._wrapper: weakref.ref[Any] | None = None
+        self._told: set[tuple[int, ...]] = set()
 
     def __call__(self, *args: Any) -> Any:
         active = TorchNames._active_ddp_module
-        if active is not None and (self._told is None or self._told() is not active):
-            self._told = weakref.ref(active)
-            capture_of(active.reducer).add(self)
+        if active is not None:
+            key = tuple(id(args[slot]) for slot in self._ends)
+            if key not in self._told or self._wrapper is None or self._wrapper() is not active:
+                self._tell(active, key, args)
         if len(self.pieces) == 1:
             return self._run(0, args)
         values = [*args, *self._constants]
@@ -95,8 +87,26 @@ class Stitched:
         leaves = [constant if slot is None else values[slot] for slot, constant in self._leaves]
         return pytree.tree_unflatten(leaves, self._structure)
 
+    def _tell(self, wrapper: Any, key: tuple[int, ...], args: Sequence[Any]) -> None:
+        """Tell the wrapper's capture which of its parameters this run's pieces complete."""
+        if self._wrapper is None or self._wrapper() is not wrapper:
+            self._wrapper = weakref.ref(wrapper)
+            self._told.clear()
+        self._told.add(key)
+        reducer = wrapper.reducer
+        names = {id(param): spec.name for param, spec in zip(reducer.params, reducer.plan.specs, strict=True)}
+
+        def name_now(name: str) -> str | None:
+            slot = self._inputs_of.get(name)
+            return name if slot is None else names.get(id(args[slot]))
+
+        capture_of(reducer).add(self, [piece.span.renamed(name_now) for piece in self.pieces])
+
     def _run(self, index: int, inputs: Sequence[Any]) -> Any:
-        results = self.pieces[index].run(*inputs)
+        piece = self.pieces[index]
+        if piece.detached:
+            inputs = [value.detach() if i in piece.detached else value for i, value in enumerate(inputs)]
+        results = piece.run(*inputs)
         if trace.recorder is not None:
             _record_backward(self.name, index, results)
         return results
@@ -130,66 +140,6 @@ class Stitched:
             if reader in calls and node.op == "call_function":
                 calls[reader].dead += (layout.slot(node),)
         self._constants, self._num_slots = layout.constants, len(layout.slots)
-
-
-def compile_whole(gm: fx.GraphModule, example_inputs: Sequence[Any], inner: Inner, span: Span, note: str) -> Stitched:
-    """The graph as one piece. An error of the compiler is the caller's, as it would be without us."""
-    stitched = Stitched(graph_name(gm), note)
-    stitched.pieces.append(Piece(span, gm, inner(gm, list(example_inputs))))
-    return stitched
-
-
-def compile_pieces(gm: fx.GraphModule, inner: Inner, spans: Sequence[Span]) -> Stitched:
-    """The graph cut into `spans`, each compiled once by `inner`; one that fails runs as it is."""
-    number = {}
-    operators = operators_of(gm.graph)
-    for i, span in enumerate(spans):
-        for node in operators[span.start : span.stop]:
-            number[node] = i
-    # In the original order: pieces that do not depend on each other may still share a random state or a buffer.
-    outer = split_module(gm, gm, number.__getitem__, keep_original_order=True, tuple_return=True)
-    sources = {node.name: getattr(node, "_dynamo_source", None) for node in gm.graph.find_nodes(op="placeholder")}
-    stitched = Stitched(graph_name(gm), "")
-    by_name = {}
-    for i, span in enumerate(spans):
-        part = outer.get_submodule(f"submod_{i}")
-        assert isinstance(part, fx.GraphModule), "split_module makes graph modules"
-        _inherit(part, gm, sources)
-        by_name[f"submod_{i}"] = _compile_piece(part, inner, span, f"{stitched.name}, piece {i}")
-    stitched.lay_out(outer, by_name)
-    return stitched
-
-
-def _inherit(part: fx.GraphModule, gm: fx.GraphModule, sources: dict[str, Any]) -> None:
-    """What AOTAutograd expects of a graph that comes from dynamo."""
-    part.meta = dict(gm.meta)
-    for name in ("_param_name_to_source", "compile_subgraph_reason"):
-        if hasattr(gm, name):
-            setattr(part, name, getattr(gm, name))
-    for node in part.graph.find_nodes(op="placeholder"):
-        # A value that another piece computes has no source in the user's frame.
-        node._dynamo_source = sources.get(node.name)
-
-
-def _compile_piece(part: fx.GraphModule, inner: Inner, span: Span, name: str) -> Piece:
-    examples = [value_of(node) for node in part.graph.find_nodes(op="placeholder")]
-    try:
-        with tracing(copy.copy(TracingContext.try_get())):
-            return Piece(span, part, inner(part, examples))
-    except Exception as error:
-        reason = f"{type(error).__name__}: {error}".strip().splitlines()[0]
-        warnings.warn(
-            f"{name} ({span.stop - span.start} operators, {len(span.params)} parameters) could not be compiled and "
-            f"runs eagerly; the other pieces stay compiled. {reason}",
-            stacklevel=2,
-        )
-        return Piece(span, part, part, error=reason)
-
-
-def graph_name(gm: fx.GraphModule) -> str:
-    """"graph" and dynamo's number of the captured frame and of its compilation, as in its logs."""
-    identity = gm.meta.get("dynamo_compile_id")
-    return "graph" if identity is None else f"graph {identity}"
 
 
 def _record_backward(graph: str, index: int, results: Any) -> None:

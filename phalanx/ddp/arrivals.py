@@ -20,6 +20,8 @@ class Arrivals:
         self.carried = bytearray(num_params)  # got one in an earlier pass that was not reduced
         self.often = bytearray(num_params)  # has ever got several in one pass
         self.late: set[int] = set()  # buckets that got a gradient after they had left
+        self.nested = False  # this pass has a backward inside the backward
+        self.nested_somewhere = False  # some rank had one in some earlier pass
         self.sequence: list[int] = []  # every gradient of the observed pass, in order
         self.first_used = b""  # what the observed pass used
         self.static_used: bytes | None = None  # what every pass uses, by promise
@@ -27,6 +29,7 @@ class Arrivals:
     def again(self, index: int, bucket: LiveBucket, as_views: bool) -> None:
         """More gradient for the same parameter in one pass: only nested backwards do this."""
         self.often[index] = 1
+        self.nested = True
         place = next(i for i, slot in enumerate(bucket.slots) if slot.param == index)
         if bucket.stage is not Stage.FILLING or (as_views and bucket.packed[place]):
             self.late.add(bucket.index)
@@ -55,12 +58,14 @@ class Arrivals:
         self.fired[:] = bytes(len(self.fired))
         self.carried[:] = bytes(len(self.carried))
         self.late.clear()
+        self.nested = False
 
     def keep(self, kept: Sequence[int]) -> Arrivals:
         """The same knowledge about a subset of the parameters, renumbered."""
         renumber = {old: new for new, old in enumerate(kept)}
         rest = Arrivals(len(kept))
         rest.observing = self.observing
+        rest.nested_somewhere = self.nested_somewhere
         rest.often = bytearray(self.often[index] for index in kept)
         rest.sequence = [renumber[index] for index in self.sequence if index in renumber]
         rest.first_used = bytes(self.first_used[index] for index in kept)

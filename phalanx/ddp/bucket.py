@@ -4,7 +4,7 @@
     FILLING    local gradients, arriving one by one          free
     LAUNCHED   local gradients (views: the memory in flight) in flight, owned by the transport
     REDUCED    local gradients (views: the mean)             the mean
-    FILLING    the mean, after `unpack`                      free (views: is `.grad`)
+    GIVEN      the mean, after `unpack`                      free (views: is `.grad`)
 
 Owns the flat buffer and the views into it. Must not know when to launch, nor of other buckets.
 """
@@ -12,13 +12,13 @@ Owns the flat buffer and the views into it. Must not know when to launch, nor of
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
 
 from ..comm.bucket import GradBucket
-from ..comm.collectives import Collectives, Work
+from ..comm.collectives import Work
 from ..plan import Bucket, ParamSpec, Slot
 from .tail import Tail
 
@@ -30,6 +30,7 @@ class Stage(enum.Enum):
     FILLING = enum.auto()
     LAUNCHED = enum.auto()
     REDUCED = enum.auto()
+    GIVEN = enum.auto()
 
 
 class LiveBucket:
@@ -40,7 +41,7 @@ class LiveBucket:
         bucket: Bucket,
         specs: Sequence[ParamSpec],
         params: Sequence[torch.nn.Parameter],
-        collectives: Collectives,
+        allocate: Callable[[int, int, torch.dtype, torch.device], torch.Tensor],
         tail: Tail,
         tail_rides: bool,
     ) -> None:
@@ -55,7 +56,7 @@ class LiveBucket:
         device = self.params[0].device
         numel = 0 if bucket.sparse else bucket.numel
         riding = tail.numel if self.tail_rides else 0
-        self.flat = collectives.allocate(numel + riding, bucket.dtype, device)
+        self.flat = allocate(bucket.index, numel + riding, bucket.dtype, device)
         self.body = self.flat.narrow(0, 0, numel)
         self.tail_data = (
             self.flat.narrow(0, numel, riding)

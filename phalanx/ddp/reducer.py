@@ -85,6 +85,8 @@ class Reducer:
         self.timeline = Timeline()
         self.on_bucket_reduced: list[Callable[[LiveBucket], None]] = []
         self.on_flushed: list[Callable[[], None]] = []
+        self.on_adopted: list[Callable[[], None]] = []
+        self.shadow_takes = False  # whether a rank without inputs is given the others' means
         self.on_reduced: list[Callable[[], None]] = []
         self._handles: list[RemovableHandle] = []
         self._warned = False
@@ -118,6 +120,8 @@ class Reducer:
         self.detach()
         for index, param in enumerate(self.params):
             self._handles.append(param.register_post_accumulate_grad_hook(self._hook(index)))
+        for callback in self.on_adopted:
+            callback()
 
     def _allocate(self, plan: BucketPlan) -> list[LiveBucket]:
         world = self.collectives.world
@@ -125,10 +129,10 @@ class Reducer:
         live = []
         for bucket in plan.buckets:
             rides = self.reduction.tail_rides and world <= exact_ranks(bucket.dtype) and not bucket.sparse
-            num_late = num_buckets if bucket.index == num_buckets - 1 else 0
+            num_late = num_buckets + 1 if bucket.index == num_buckets - 1 else 0
             scale = self.reduction.transport_scale if rides else 1.0
             tail = Tail(f"{plan.hash}/{bucket.index}", len(bucket.slots), num_late, world, scale)
-            live.append(LiveBucket(bucket, plan.specs, self.params, self.collectives, tail, rides))
+            live.append(LiveBucket(bucket, plan.specs, self.params, self.reduction.allocate, tail, rides))
         live[-1].is_last = True
         return live
 
@@ -194,7 +198,7 @@ class Reducer:
             arrivals.fired[index] = 1
             if arrivals.often[index] or _current_backward() != reducer._task:
                 # A nested backward may bring this parameter more gradient later in the same pass.
-                bucket.held = True
+                bucket.held = arrivals.nested = True
             elif bucket.large[place]:
                 reducer._large_arrived(bucket, place, param)
             bucket.pending -= 1
@@ -242,18 +246,22 @@ class Reducer:
         self._armed = False
         self._task = _current_backward()
         self._next = 0
+        self._unused = []
+        self.reduction.begin()
         self.timeline.begin(self.step, self.buckets)
         Variable._execution_engine.queue_callback(self._end)
 
     @torch.no_grad()
     def _large_arrived(self, bucket: LiveBucket, place: int, param: torch.Tensor) -> None:
-        if not self.arrivals.observing and _is_final(param):
+        if not self.arrivals.observing and self.reduction.packs_early and _is_final(param):
             scale = self.reduction.pack_scale * (1.0 if self.weight is None else self.weight)
             bucket.pack_one(place, scale, self.options.as_views)
 
     def _filled(self, bucket: LiveBucket, param: torch.Tensor) -> None:
         self.timeline.filled(bucket.index)
-        if not self.arrivals.observing and _is_final(param):
+        # Where a nested backward is new, no bucket is safe until the pass has ended.
+        surprised = self.arrivals.nested and not self.arrivals.nested_somewhere
+        if not self.arrivals.observing and not surprised and _is_final(param):
             self._launch_ready()
 
     def _launch_ready(self) -> None:
@@ -269,9 +277,20 @@ class Reducer:
 
     @torch.no_grad()
     def _launch(self, bucket: LiveBucket) -> None:
+        self._make_way(bucket)
         self._pack(bucket)
         self._next = bucket.index + 1
         self._send(bucket)
+
+    def _make_way(self, bucket: LiveBucket) -> None:
+        """Give out the bucket that left `lag` before this one, if the reduction has such a limit."""
+        lag = self.reduction.lag
+        if lag is not None and bucket.index >= lag and self.buckets[bucket.index - lag].stage is not Stage.GIVEN:
+            oldest = self.buckets[bucket.index - lag]
+            reading = self._finish(oldest)
+            if reading is not None:
+                self._check_reading(oldest, reading)
+            self._give_out(oldest, reading)
 
     def _send(self, bucket: LiveBucket) -> None:
         bucket.stage = Stage.LAUNCHED
@@ -297,8 +316,9 @@ class Reducer:
             bucket.tail.write_usage(bucket.tail_data, used)
         if self.weight is not None:
             bucket.tail.write_weight(bucket.tail_data, self.weight)
-        if self.arrivals.late and bucket.is_last:
-            bucket.tail.write_late(bucket.tail_data, self.arrivals.late)
+        surprised = self.arrivals.nested and not self.arrivals.nested_somewhere
+        if bucket.is_last and (self.arrivals.late or surprised):
+            bucket.tail.write_late(bucket.tail_data, self.arrivals.late, surprised)
 
     # -- end of backward -----------------------------------------------------------------------
 
@@ -348,20 +368,29 @@ class Reducer:
     def _finish_all(self) -> tuple[int, ...]:
         """Wait for the buckets and give out their means; returns those that must go again.
 
-        Local gradients are overwritten only after the last bucket has said that no other one left too
-        early. Views are overwritten by the transport itself, so there is nothing to wait for.
+        Where nested backwards are known to happen, local gradients are overwritten only after the last
+        bucket has said that no other one left too early. Elsewhere nothing is late, so each bucket is given
+        out while later ones are under way; a surprise is an error, and the same step run again is not.
         """
         late: tuple[int, ...] = ()
-        if not self.options.as_views and (reading := self._finish(self.buckets[-1])) is not None:
+        can_go_again = self.arrivals.nested_somewhere and not self.options.as_views
+        if can_go_again and (reading := self._finish(self.buckets[-1])) is not None:
             late = reading.late_buckets
-        self._unused = []
+            self._check_late(late)
         for bucket in self.buckets:
+            if bucket.stage is Stage.GIVEN:
+                continue
             reading = self._finish(bucket)
             if reading is not None:
                 self._check_reading(bucket, reading)
             if bucket.index not in late:
                 self._give_out(bucket, reading)
         return late
+
+    def _check_late(self, late: Sequence[int]) -> None:
+        if late:
+            where = f"rank {self.collectives.rank}: step {self.step}"
+            self.reduction.check_late(where, [self.buckets[index] for index in late])
 
     def _reduce_again(self, bucket: LiveBucket) -> None:
         """Reduce anew, on every rank, a bucket that some rank sent before all its gradient was there."""
@@ -388,8 +417,10 @@ class Reducer:
         where = f"rank {self.collectives.rank}: step {self.step}, bucket {bucket.index}"
         if not reading.in_step:
             raise out_of_step(where, self.step, self.plan.hash, self.patience.board, bucket.index)
-        if self.options.as_views and reading.late_buckets:
-            raise too_late(where, [self.buckets[index] for index in reading.late_buckets])
+        can_go_again = self.arrivals.nested_somewhere and not self.options.as_views
+        self.arrivals.nested_somewhere |= reading.nested
+        if reading.late_buckets and not can_go_again:
+            raise too_late(where, [self.buckets[index] for index in reading.late_buckets], self.options.as_views)
 
     @torch.no_grad()
     def _give_out(self, bucket: LiveBucket, reading: Reading | None) -> None:
@@ -399,12 +430,9 @@ class Reducer:
         if bucket.sparse:
             unpack_sparse(bucket, factor, reading is None or reading.usage[0] > 0)
         else:
-            if factor != 1.0:
-                bucket.body.mul_(factor)
-            if reading is None:
-                bucket.unpack(self.options.as_views)
-            else:
-                bucket.unpack_some(self.options.as_views, reading.usage)
+            usage = None if reading is None else reading.usage
+            self.reduction.give_out(bucket, factor, usage, self.options.as_views)
+        bucket.stage = Stage.GIVEN
         if reading is not None:
             self._unused += [slot.param for slot, n in zip(bucket.slots, reading.usage, strict=True) if not n]
         for callback in self.on_bucket_reduced:
@@ -509,24 +537,41 @@ class Reducer:
 
     @torch.no_grad()
     def shadow(self, weight: float | None) -> None:
-        """Take part in the others' reduction with nothing to give and nothing to take."""
+        """Take part in the others' reduction with nothing to give, and with `shadow_takes` in what they get."""
         self.timeline.begin(self.step, self.buckets)
+        self._unused = []
+        self.reduction.begin()
         for bucket in self.buckets:
+            self._make_way(bucket)
             self._send_nothing(bucket, weight)
-        late: tuple[int, ...] = ()
+        last = self._finish(self.buckets[-1])
+        late = () if last is None else last.late_buckets
+        self._check_late(late)
         for bucket in self.buckets:
-            reading = self._finish(bucket)
-            if reading is not None:
-                self._check_reading(bucket, reading)
-                late = late + reading.late_buckets
+            if bucket.index in late:
+                self._finish(bucket)
+            else:
+                self._shadow_give_out(bucket)
         for index in late:
             bucket = self.buckets[index]
             bucket.work = bucket.tail_work = bucket.future = None
             self._send_nothing(bucket, weight)
-            self._finish(bucket)
+            self._shadow_give_out(bucket)
         self.timeline.end()
         self._close_pass()
         self.step += 1
         if self.arrivals.observing:
             self._settle()
+        if self.shadow_takes:
+            for callback in self.on_reduced:
+                callback()
+
+    def _shadow_give_out(self, bucket: LiveBucket) -> None:
+        if bucket.stage is Stage.GIVEN:
+            return
+        reading = self._finish(bucket)
+        if reading is not None:
+            self._check_reading(bucket, reading)
+        if self.shadow_takes:
+            self._give_out(bucket, reading)
 

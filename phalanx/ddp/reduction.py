@@ -8,7 +8,7 @@ another `Reduction` and give it to the reducer: nothing else changes.
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +28,10 @@ class Reduction(abc.ABC):
 
     tail_rides: bool = True
     supports_views: bool = True
+    # How many buckets may be under way before the oldest is given out in the midst of backward; None: none is.
+    lag: int | None = None
+    # Whether a gradient may go into the body as soon as it arrives, before the bucket is launched.
+    packs_early: bool = True
     name: str | None = None  # of a registered hook
 
     def __init__(self, collectives: Collectives, patience: Patience) -> None:
@@ -44,6 +48,13 @@ class Reduction(abc.ABC):
         """What the transport multiplies the sum of a riding tail with."""
         return 1.0
 
+    def allocate(self, index: int, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Memory for bucket `index`: zeroed, flat, of at least `numel` elements."""
+        return self.collectives.allocate(numel, dtype, device)
+
+    def begin(self) -> None:
+        """A backward that is to be reduced starts."""
+
     @abc.abstractmethod
     def launch(self, bucket: LiveBucket) -> None:
         """Start the reduction of a dense, packed bucket."""
@@ -51,6 +62,18 @@ class Reduction(abc.ABC):
     @abc.abstractmethod
     def finish(self, bucket: LiveBucket, where: str) -> None:
         """Return when the body holds the mean."""
+
+    def give_out(self, bucket: LiveBucket, factor: float, usage: Sequence[int] | None, as_views: bool) -> None:
+        """Hand out the mean, times `factor`; `usage` counts ranks by parameter where not all used all."""
+        if factor != 1.0:
+            bucket.body.mul_(factor)
+        if usage is None:
+            bucket.unpack(as_views)
+        else:
+            bucket.unpack_some(as_views, usage)
+
+    def check_late(self, where: str, buckets: Sequence[LiveBucket]) -> None:
+        """Raise if buckets that some rank sent too early cannot be reduced again."""
 
     def launch_tail(self, bucket: LiveBucket) -> None:
         """Send a tail that could not ride along; matched on every rank by `finish_tail`."""

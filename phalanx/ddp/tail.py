@@ -6,7 +6,8 @@ element a bit, in the bucket's own dtype. After the sum an element holds how man
     signature   bits of (plan, bucket, step): every sum must be 0 or world, else ranks are out of step
     weighted    how many ranks gave a weight of their own
     weight      bits of the weight in fixed point, so that the exact sum of weights can be put together
-    late        one a bucket, in the last bucket only: gradients that arrived after their bucket had left
+    late        in the last bucket only, one a bucket: gradients that arrived after their bucket had left;
+                and one more: a nested backward was seen for the first time
     usage       one a parameter: how many ranks used it
 
 On a healthy step every rank writes the same template, and one comparison with world × template says
@@ -51,6 +52,7 @@ class Reading:
     in_step: bool
     total_weight: float
     late_buckets: tuple[int, ...]
+    nested: bool
     usage: tuple[int, ...]
 
 
@@ -94,9 +96,11 @@ class Tail:
         bits = [1, *(fixed >> bit & 1 for bit in range(_WEIGHT_BITS))]
         out[_SIGNATURE_BITS : self._late_at] = torch.tensor(bits, dtype=out.dtype, device=out.device)
 
-    def write_late(self, out: torch.Tensor, buckets: set[int]) -> None:
+    def write_late(self, out: torch.Tensor, buckets: set[int], nested: bool) -> None:
         for bucket in buckets:
             out[self._late_at + bucket] = 1
+        if nested:
+            out[self._usage_at - 1] = 1
 
     def is_healthy(self, summed: torch.Tensor, step: int) -> bool:
         """Whether every rank wrote the healthy tail of this very step. One comparison."""
@@ -112,6 +116,7 @@ class Tail:
         return Reading(
             in_step=counts[:_SIGNATURE_BITS] == signature,
             total_weight=default + fixed / 2**_WEIGHT_FRACTION_BITS,
-            late_buckets=tuple(b for b, count in enumerate(counts[self._late_at : self._usage_at]) if count),
+            late_buckets=tuple(b for b, count in enumerate(counts[self._late_at : self._usage_at - 1]) if count),
+            nested=self._usage_at > self._late_at and counts[self._usage_at - 1] > 0,
             usage=tuple(counts[self._usage_at :]),
         )

@@ -24,12 +24,17 @@ def out_of_step(where: str, step: int, plan_hash: str, board: Blackboard, bucket
     )
 
 
-def too_late(where: str, buckets: Sequence[LiveBucket]) -> ReductionError:
+def too_late(where: str, buckets: Sequence[LiveBucket], as_views: bool) -> ReductionError:
     """Gradient that came after its bucket had left, with the local gradient overwritten."""
     names = ", ".join(f"bucket {bucket.index} (first parameter '{bucket.names[0]}')" for bucket in buckets)
+    remedy = (
+        "with gradient_as_bucket_view=True the local gradient is gone. Use gradient_as_bucket_view=False, or "
+        if as_views
+        else "until now no backward was nested, so the local gradient is gone. Zero the gradients and run this step "
+        "again on every rank, which will be right from now on; or use "
+    )
     return ReductionError(
-        f"{where}: a nested backward brought more gradient to {names} after it had been sent, and with "
-        "gradient_as_bucket_view=True the local gradient is gone. Use gradient_as_bucket_view=False, or "
+        f"{where}: a nested backward brought more gradient to {names} after it had been sent, and {remedy}"
         "checkpoint(..., use_reentrant=False)."
     )
 

@@ -155,6 +155,7 @@ class _Compute:
         self.backwards: list[int] = []
         self.steps: list[int] = []
         self.ready: list[list[float]] = []
+        self.spans: list[tuple[int, int]] = []
 
     def _note(self, index: int) -> None:
         self._arrived[index] = trace.now_ns()
@@ -174,6 +175,7 @@ class _Compute:
             self.forwards.append(forwarded - began)
             self.backwards.append(ended - forwarded)
             self.steps.append(stepped - ended)
+            self.spans.append((began, stepped))
             length = max(1, ended - forwarded)
             whole = [(self._arrived.get(index, ended) - forwarded) / length for index in range(self.count)]
             self.ready.append(whole)
@@ -188,18 +190,32 @@ def measure(worker: Worker, target: Target, optimizer_class: type[torch.optim.Op
         dist.barrier()
         compute.once(keep=number >= _WARMUP)
     transfers = tuple((size, _transfer_s(size)) for size in _SIZES) if worker.world > 1 else ((1, 0.0),)
-    backward = statistics.median(compute.backwards) / 1e9
+    second = 1e9 / _stretch(compute, worker.world)
     return Calibration(
         world=worker.world,
         cores=threads_for(1),
         backend=worker.backend,
-        forward_s=statistics.median(compute.forwards) / 1e9,
-        backward_s=backward,
-        optimizer_s=statistics.median(compute.steps) / 1e9,
+        forward_s=statistics.median(compute.forwards) / second,
+        backward_s=statistics.median(compute.backwards) / second,
+        optimizer_s=statistics.median(compute.steps) / second,
         ready=tuple(map(statistics.median, zip(*compute.ready, strict=True))),
         transfers=transfers,
         overlap=_overlap(compute, transfers) if worker.world > 1 else 1.0,
     )
+
+
+def _stretch(compute: _Compute, world: int) -> float:
+    """How much longer a step takes until the last rank has ended it than it takes one rank.
+
+    Ranks that outnumber the cores run in turns: each is quick when its turn comes. All are of this host
+    and read one clock.
+    """
+    by_rank: list[Any] = [None] * world
+    dist.all_gather_object(by_rank, compute.spans)
+    whole = [max(end for _, end in spans) - min(start for start, _ in spans) for spans in zip(*by_rank, strict=True)]
+    mine = [end - start for start, end in compute.spans]
+    stretch: float = statistics.median(whole) / statistics.median(mine)
+    return max(1.0, stretch)
 
 
 def _collectives() -> Collectives:

@@ -117,10 +117,7 @@ def _overlap(run: Run) -> list[Finding]:
         return []
     times = [rank_times(rank) for rank in run.ranks]
     waiting = sum(one.waiting for one in times) / max(1, sum(one.total for one in times))
-    text = (
-        f"{share:.0%} of communication was hidden behind compute; "
-        f"ranks stood waiting {waiting:.1%} of the time."
-    )
+    text = f"{share:.0%} of communication was hidden behind compute; ranks stood waiting {waiting:.1%} of the time."
     if waiting > _WAITING_WORTH_A_WORD and share < 0.5:
         hint = " Larger batches, or smaller buckets so that the first ones start earlier, would hide more."
         return [Finding("info", text + hint)]

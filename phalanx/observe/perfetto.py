@@ -42,8 +42,7 @@ def _rank_events(rank: RankTrace) -> list[dict[str, Any]]:
     communication = rank.named(*COMMUNICATION)
     drawn = rows([(span.start, span.end) for span in communication])
     found += [
-        _named("thread_name", rank.rank, _FIRST_COMMUNICATION_ROW + row, "communication")
-        for row in sorted(set(drawn))
+        _named("thread_name", rank.rank, _FIRST_COMMUNICATION_ROW + row, "communication") for row in sorted(set(drawn))
     ]
     for span, row in zip(communication, drawn, strict=True):
         found.append(_complete(rank.rank, _FIRST_COMMUNICATION_ROW + row, span))

@@ -38,9 +38,7 @@ class MemoryRow:
         return self.parameters + self.gradients + self.state
 
 
-def memory_rows(
-    plan: BucketPlan, other_bytes: int, state_bytes: int, world: int, bucket_view: bool
-) -> list[MemoryRow]:
+def memory_rows(plan: BucketPlan, other_bytes: int, state_bytes: int, world: int, bucket_view: bool) -> list[MemoryRow]:
     """DDP, ZeRO-1 and ZeRO-2 side by side.
 
     `other_bytes` are buffers and frozen parameters, `state_bytes` what the optimizer holds for all

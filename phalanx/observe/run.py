@@ -102,8 +102,7 @@ def load(path: str | Path) -> Run:
     files = sorted(where.glob("trace-rank*.jsonl"))
     if not files and not facts:
         raise StateError(
-            f"{root} holds no run: neither run.json nor trace files. Name a directory that "
-            "`phalanx run --trace` wrote."
+            f"{root} holds no run: neither run.json nor trace files. Name a directory that `phalanx run --trace` wrote."
         )
     raw = [_read(file) for file in files]
     return Run(root, facts, [_place(events, zero) for events, zero in zip(raw, _zeros(raw), strict=True)])
@@ -149,10 +148,7 @@ def _zeros(raw: list[_RawTrace]) -> list[int]:
         anchors.setdefault(str(one.header["boot"]), one.header["wall_ns"] - one.header["perf_ns"])
     offsets = [anchors[str(one.header["boot"])] for one in raw]
     firsts = [
-        offset + event[2]
-        for one, offset in zip(raw, offsets, strict=True)
-        for event in one.events
-        if len(event) > 2
+        offset + event[2] for one, offset in zip(raw, offsets, strict=True) for event in one.events if len(event) > 2
     ]
     first = min(firsts, default=0)
     return [first - offset for offset in offsets]

@@ -49,9 +49,7 @@ class _Drawn:
 def _filled(rank: RankTrace) -> list[tuple[int, int | None]]:
     """When buckets filled: said by an instant of its own, or by the reduction that followed."""
     instants = [
-        (instant.at, instant.attrs.get("bucket"))
-        for instant in rank.instants
-        if instant.name == trace.BUCKET_FILLED
+        (instant.at, instant.attrs.get("bucket")) for instant in rank.instants if instant.name == trace.BUCKET_FILLED
     ]
     said = [(span.attrs["ready_ns"], span.bucket) for span in rank.spans if "ready_ns" in span.attrs]
     return instants + said

@@ -61,7 +61,7 @@ def _join(path: str, key: str) -> str:
 def _encode_tensor(value: torch.Tensor, path: str, like: torch.Tensor, leaves: dict[str, torch.Tensor]) -> Tree:
     dtype = _name(value.dtype)
     if not value.dim():
-        number = value.item()
+        number: Any = value.item()
         if isinstance(number, complex):
             number = [number.real, number.imag]
         return {"value": number, "dtype": dtype, "at": "param" if value.device == like.device != _CPU else "cpu"}

@@ -9,6 +9,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
 
 from phalanx.cli.doctor import self_test
 from phalanx.cli.main import main
@@ -112,6 +113,35 @@ def test_report_names_the_page_it_wrote(tmp_path: Path, capsys: pytest.CaptureFi
     page = tmp_path / "elsewhere.html"
     assert ended(["report", str(tmp_path / "run"), "-o", str(page)]) == 0
     assert capsys.readouterr().out.strip() == str(page) and page.exists()
+
+
+MODEL = """
+import torch
+
+def build():
+    model = torch.nn.Sequential(torch.nn.Linear(128, 128), torch.nn.Linear(128, 8))
+    inputs = torch.randn(32, 128)
+    return model, lambda wrapped: wrapped(inputs).square().mean()
+"""
+
+
+def test_plan_prints_buckets_memory_time_and_assumptions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "model.py").write_text(MODEL)
+    assert ended(["plan", f"{tmp_path / 'model.py'}:build", "--world", "2", "--world", "4096"]) == 0
+    said = capsys.readouterr().out
+    assert "4 parameters, 70.2 kB of gradients" in said and "1.bias … 0.weight" in said
+    assert "memory a rank, AdamW" in said and "ZeRO-2" in said
+    assert "step time of DDP, from 2 ranks measured on" in said and " 4096" in said
+    assert "Collectives of one rank run one after the other" in said
+
+
+def test_plan_without_a_loss_says_why_there_is_no_time(capsys: pytest.CaptureFixture[str]) -> None:
+    assert ended(["plan", "tests.cli.test_commands:only_a_model"]) == 0
+    assert "No step time: the function returned no loss to measure." in capsys.readouterr().out
+
+
+def only_a_model() -> torch.nn.Module:
+    return torch.nn.Linear(3, 4)
 
 
 def test_numbers_of_workers_and_hosts_are_read() -> None:

@@ -18,7 +18,6 @@ from datetime import timedelta
 from enum import Enum
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
 from phalanx.comm.hierarchical import hosts

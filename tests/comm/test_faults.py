@@ -9,9 +9,8 @@ import random
 from pathlib import Path
 
 import pytest
-import torch
 
-from tests.cluster import run_ranks, spawn_ranks
+from tests.cluster import spawn_ranks
 from tests.comm.contract import LARGE, Case
 from tests.comm.faults import Fault, FaultPlan, suffer, verify
 

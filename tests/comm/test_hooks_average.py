@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import phalanx.comm.shm.backend  # noqa: F401  # makes the backend known on every rank
 from phalanx.comm.bucket import GradBucket
 from phalanx.comm.hooks import (
     Int8State,
@@ -132,10 +133,10 @@ def assert_identical(by_rank: Sequence[Results]) -> None:
                 assert torch.equal(one, two), f"step {step}, bucket {index} differs between ranks"
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize(("world", "backend"), [(2, "gloo"), (3, "gloo"), (3, "phalanx")])
 @pytest.mark.parametrize("name", CASES)
-def test_every_hook_averages_mixed_buckets_alike_on_all_ranks(name: str, world: int) -> None:
-    by_rank = run_ranks(world, several_steps, name, MIXED, steps=3, delay_s=0.004)
+def test_every_hook_averages_mixed_buckets_alike_on_all_ranks(name: str, world: int, backend: str) -> None:
+    by_rank = run_ranks(world, several_steps, name, MIXED, steps=3, delay_s=0.004, backend=backend)
     assert_identical(by_rank)
     buckets = make_buckets(MIXED)
     for step, results in enumerate(by_rank[0]):

@@ -21,6 +21,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
     quantization_hooks,
 )
 
+import phalanx.comm.shm.backend  # noqa: F401  # makes the backend known on every rank
 from phalanx.comm.hooks import PowerSGDState, adopt_hook, check_hook, hook_result
 from phalanx.comm.hooks import powerSGD_hook as own_power_sgd_hook
 from tests.cluster import run_ranks
@@ -117,11 +118,11 @@ def run_steps(rank: int, world: int, name: str, layouts: Sequence[Layout], steps
     return everything
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize(("world", "backend"), [(3, "gloo"), (2, "phalanx")])
 @pytest.mark.parametrize("name", CASES)
-def test_torch_hooks_run_unchanged_whatever_the_pace_of_the_ranks(name: str, world: int) -> None:
+def test_torch_hooks_run_unchanged_whatever_the_pace_of_the_ranks(name: str, world: int, backend: str) -> None:
     layouts = (MATRICES, WIDE, IMAGES, MATRICES)
-    by_rank = run_ranks(world, run_steps, name, layouts, steps=4)
+    by_rank = run_ranks(world, run_steps, name, layouts, steps=4, backend=backend)
     for step, results in enumerate(by_rank[0]):
         for bucket in make_buckets(layouts):
             result = results[bucket.index()]

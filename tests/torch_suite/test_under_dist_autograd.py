@@ -31,7 +31,8 @@ def _run(rank: int, world: int, name: str, file_name: str, reference: bool) -> N
     module: Any = importlib.import_module(_MODULE)
     agent: Any = importlib.import_module(_RPC).TensorPipeRpcAgentTestFixture
     class_name, method = name.split(".")
-    case = type("TorchCase", (agent, getattr(module, class_name)), {})()
+    test_case: Any = importlib.import_module("torch.testing._internal.common_utils").TestCase
+    case = type("TorchCase", (agent, getattr(module, class_name), test_case), {})(method)
     case.rank, case.file_name = rank, file_name
     wrapper = module.DistributedDataParallel if reference else phalanx.DistributedDataParallel
     with mock.patch.object(module, "DistributedDataParallel", wrapper):
@@ -42,6 +43,6 @@ def _run(rank: int, world: int, name: str, file_name: str, reference: bool) -> N
 def test_torch(name: str, tmp_path: Any) -> None:
     reference = os.environ.get("TORCH_SUITE_REFERENCE") == "1"
     # Torch's rpc keeps threads and shared memory after its shutdown.
-    leaks = [Leak.NATIVE_THREADS, Leak.MEMFD, Leak.GROUPS]
+    leaks = [Leak.THREADS, Leak.NATIVE_THREADS, Leak.MEMFD, Leak.GROUPS]
     file_name = str(tmp_path / "rendezvous")
     run_ranks(_TESTS[name], _run, name, file_name, reference, backend=None, allow_leaks=leaks)

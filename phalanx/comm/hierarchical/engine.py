@@ -306,13 +306,12 @@ class HierarchicalEngine(Engine):
             self._sentinel.dismiss()
         self._watch.leave(reason)
         if self._leads is not None and self._is_between_hosts:
-            self._leads.abort()
+            self._leads.cut()
 
     def close(self) -> None:
         if self._sentinel is not None:
             self._sentinel.close()
-        if self._leads is not None:
-            self._leads.close()
+        self._leads = None  # gloo closes its connections when let go of
         self._team.close()
 
     def abandon(self) -> None:

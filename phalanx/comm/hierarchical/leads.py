@@ -21,6 +21,7 @@ from torch.distributed.distributed_c10d import (
 )
 
 from ...errors import CommunicationError
+from ..shm.gloo import CuttableGloo
 from ..shm.reduction import Reduction
 
 _OPERATIONS: dict[Reduction, Any] = {
@@ -45,7 +46,8 @@ class Leads:
     def __init__(self, store: dist.Store, host: int, num_hosts: int, timeout: timedelta) -> None:
         self.host = host
         self.num_hosts = num_hosts
-        self._gloo: Any = dist.ProcessGroupGloo(store, host, num_hosts, timeout=timeout)
+        self._lines = CuttableGloo(store, host, num_hosts, timeout)
+        self._gloo = self._lines.backend
 
     def barrier(self, timeout: timedelta) -> None:
         """Return when all leads have called this."""
@@ -97,13 +99,9 @@ class Leads:
         starts += [give(host) for host in others if given[host].numel()]
         self._finish(starts, timeout)
 
-    def abort(self) -> None:
-        """Close the connections, so that whatever waits on them, here or on another host, raises."""
-        self._gloo.abort()
-
-    def close(self) -> None:
-        """Leave."""
-        self._gloo.shutdown()
+    def cut(self) -> None:
+        """Cut the connections, so that whatever waits on them, here or on another host, raises."""
+        self._lines.cut()
 
     def _finish(self, starts: Sequence[Callable[[], Any]], timeout: timedelta) -> None:
         try:

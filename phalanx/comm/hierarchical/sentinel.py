@@ -54,12 +54,12 @@ class Sentinel:
             broken = self._watch.broken
             if broken is not None:
                 report(self._store, broken)
-                self._leads.abort()
+                self._leads.cut()
                 return
-            report = self._read_report()
-            if report is not None:
-                self._watch.break_(report)
-                self._leads.abort()
+            told = self._read_report()
+            if told is not None:
+                self._watch.break_(told)
+                self._leads.cut()
                 return
 
     def _read_report(self) -> CommunicationError | None:

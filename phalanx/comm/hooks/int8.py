@@ -85,7 +85,8 @@ def quantise(blocks: torch.Tensor, feedback: bool) -> torch.Tensor:
     num_blocks, size = blocks.shape
     sent = torch.empty(num_blocks * (size + _SCALE_BYTES), dtype=torch.uint8, device=blocks.device)
     integers, scales = _parts(sent, blocks.shape)
-    largest = torch.linalg.vector_norm(blocks, ord=float("inf"), dim=1, keepdim=True)
+    # Two passes that vectorise; one for the largest magnitude takes six times as long as both.
+    largest = torch.maximum(blocks.amax(1, keepdim=True), blocks.amin(1, keepdim=True).neg_())
     # Never zero: a block of zeros divides as any other, and what is below the smallest scale waits.
     scales.copy_(largest.div_(_LIMIT)).clamp_min_(torch.finfo(torch.float32).tiny)
     # The scale as the others will read it, so that the residual is exact.

@@ -93,7 +93,10 @@ class Round:
         self._work: Work | None = _all_reduce_mean(self._collectives, self._first)
 
     def launch_right(self) -> None:
-        """Wait for the first all-reduce and start the second, of the right factors. Updates the residuals."""
+        """Wait for the first all-reduce and start the second, of the right factors. Updates the residuals.
+
+        What goes wrong is raised here, since no bucket to come would fare better, and by the future.
+        """
         collectives, work = self._collectives, self._work
         assert collectives is not None and work is not None, "a second half is launched once"
         self._collectives = self._work = None
@@ -106,8 +109,8 @@ class Round:
             self._second = torch.cat([batch.right.flatten() for batch in self._batches]).to(self._result.dtype)
             _all_reduce_mean(collectives, self._second).get_future().add_done_callback(self._finish)
         except Exception as error:
-            # The future is what the training step waits for; raising here would blame another bucket.
             self.future.fail(error)
+            raise
 
     def abandon(self, reason: Exception) -> None:
         """Give up between the two: nobody will launch the second."""

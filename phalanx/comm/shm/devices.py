@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ...errors import ConfigError
+from .gloo import CuttableGloo
 
 _CPU = torch.device("cpu")
 
@@ -31,7 +32,8 @@ class DeviceBackends:
         self._store = store
         self._rank = rank
         self._world = world
-        self.gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, world, timeout=timeout)
+        self._lines = CuttableGloo(dist.PrefixStore("gloo", store), rank, world, timeout)
+        self.gloo = self._lines.backend
         self._made: dict[str, Backend] = {"cpu": self.gloo}
         # For calls that reach the group from C++ under a name that Python cannot override.
         group._register_backend(_CPU, dist.ProcessGroup.BackendType.GLOO, self.gloo)
@@ -41,7 +43,8 @@ class DeviceBackends:
     @property
     def timeout(self) -> timedelta:
         """The group's time limit. gloo keeps it, since c10d changes it there."""
-        return self.gloo.options._timeout
+        limit: timedelta = self.gloo.options._timeout
+        return limit
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Change the time limit."""
@@ -65,6 +68,7 @@ class DeviceBackends:
 
     def abort(self) -> None:
         """Make every collective under way raise."""
+        self._lines.cut()
         for backend in self._made.values():
             backend.abort()
 

@@ -63,11 +63,7 @@ class Watch:
                 return
         deadline = time.monotonic() + timeout_s
         poller = link.poller(self.news_fd, self._wake)
-        while True:
-            remaining = deadline - time.monotonic()
-            ready = poller.poll(max(0.0, remaining) * 1000)
-            if link.arrived():
-                return
+        while not link.arrived():
             _clear(self._wake)
             self.heed()
             self.check()
@@ -76,8 +72,10 @@ class Watch:
                 if link.arrived():
                     return
                 raise _again(self._fail(f"rank {link.name} left the group", (link.name,)))
-            if not ready and remaining <= 0:
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
                 raise _again(self._time_out(timeout_s, laggards()))
+            poller.poll(remaining * 1000)
 
     def heed(self) -> None:
         """Read what peers have to say; break the watch if one of them failed or died. Any thread."""
