@@ -1,7 +1,53 @@
-"""Phalanx: data-parallel training for PyTorch that is faster on one host and says what is wrong."""
+"""Phalanx: data-parallel training for PyTorch that is faster on one host and says what is wrong.
 
+Importing it registers the c10d backend "phalanx", so that `init_process_group("phalanx")` works.
+What few programs need and costs time to import (remote workers, the compiler) is loaded at first use.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from . import optim
+from .comm.bucket import GradBucket
 from .ddp import DistributedDataParallel, MixedPrecision
 from .errors import PhalanxError
+from .launch.worker import Worker, init
+from .zero import ZeroRedundancyOptimizer
 
-__all__ = ["DistributedDataParallel", "MixedPrecision", "PhalanxError"]
+if TYPE_CHECKING:
+    from . import compile, observe, remote
+    from .remote import DistributedOptimizer
+
 __version__ = "0.1.0"
+
+__all__ = [
+    "DistributedDataParallel",
+    "DistributedOptimizer",
+    "GradBucket",
+    "MixedPrecision",
+    "PhalanxError",
+    "Worker",
+    "ZeroRedundancyOptimizer",
+    "compile",
+    "init",
+    "observe",
+    "optim",
+    "remote",
+]
+
+_LAZY = {
+    "DistributedOptimizer": (".remote", "DistributedOptimizer"),
+    "compile": (".compile", None),
+    "observe": (".observe", None),
+    "remote": (".remote", None),
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, attribute = _LAZY[name]
+    loaded = importlib.import_module(module, __name__)
+    return loaded if attribute is None else getattr(loaded, attribute)

@@ -16,8 +16,17 @@ import phalanx
 # Sorted. A name that goes in here needs a docstring and a line in CHANGELOG.md.
 PUBLIC_NAMES: list[str] = [
     "DistributedDataParallel",
+    "DistributedOptimizer",
+    "GradBucket",
     "MixedPrecision",
     "PhalanxError",
+    "Worker",
+    "ZeroRedundancyOptimizer",
+    "compile",
+    "init",
+    "observe",
+    "optim",
+    "remote",
 ]
 
 

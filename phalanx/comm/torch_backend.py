@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from .collectives import Collectives, Work
+from .shm.backend import collectives_of
 
 
 def _real(tensor: torch.Tensor) -> torch.Tensor:
@@ -57,4 +58,8 @@ class TorchCollectives(Collectives):
 
 def collectives_for(group: dist.ProcessGroup) -> Collectives:
     """The fastest collectives that this group offers."""
-    return TorchCollectives(group)
+    if dist.get_backend(group) == dist.Backend.GLOO:
+        from .gloo import GlooCollectives
+
+        return GlooCollectives(group)
+    return collectives_of(group) or TorchCollectives(group)

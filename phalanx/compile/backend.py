@@ -10,12 +10,14 @@ gradients, a graph is compiled whole. Puts the parts together; decides nothing i
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
+from ..ddp import frames
 from ..ddp.module import DistributedDataParallel
 from ..ddp.torch_names import TorchNames
 from ..errors import ConfigError
@@ -141,3 +143,28 @@ def _why_whole(groups: Sequence[Group], wanted: Sequence[Closing], obstacles: Ob
         return ""
     reasons = [obstacles.at(group.position) for group in groups[:-1]]
     return next((reason for reason in reasons if reason), "no cut would leave two pieces with a result")
+
+
+@frames.untraced
+def _warn_uncompiled(wrapper: DistributedDataParallel, callback: Any) -> None:
+    """Say so, once a wrapper, if this backend was asked for and dynamo has captured nothing."""
+    if not torch.is_grad_enabled() or wrapper.reducer.step or _warned.get(wrapper):
+        return
+    inside = [child.dynamo_ctx.callback for child in wrapper.modules() if hasattr(child, "dynamo_ctx")]
+    if any(_is_ours(each) for each in (callback, *inside)):
+        _warned[wrapper] = True
+        log.warning(
+            "nothing of %s was compiled: dynamo captured no graph in it. TORCH_LOGS=graph_breaks tells why.",
+            type(wrapper.module).__name__,
+        )
+
+
+def _is_ours(callback: Any) -> bool:
+    # The chain of wrappers that dynamo puts around a backend; private, so a break in it only costs the warning.
+    while (inner := getattr(callback, "_torchdynamo_orig_backend", None)) is not None:
+        callback = inner
+    return getattr(callback, "compiler_fn", callback) is phalanx_backend
+
+
+_warned: weakref.WeakKeyDictionary[DistributedDataParallel, bool] = weakref.WeakKeyDictionary()
+frames.on_uncompiled = _warn_uncompiled

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..ddp.reducer import Reducer
@@ -29,6 +29,7 @@ class Capture:
         # Each piece as groups of names in ready order, in the order of first execution.
         self._pieces: list[tuple[tuple[str, ...], ...]] = []
         self._owned: set[str] = set()
+        self._seen: dict[str, int] = {}  # the observed order, once there is one
         self._runs: list[tuple[weakref.ref[Any], list[Span]]] = []
 
     @property
@@ -70,25 +71,27 @@ class Capture:
         return closings + fill(pieces, _by_name(plan), caps, 0 if is_last else 1)
 
     def plan(self, plan: BucketPlan) -> BucketPlan:
-        """The plan that the pieces make, if backward completes them in the reverse order of execution."""
-        return plan_of(plan.specs, self(plan, ()), plan.caps)
+        """The plan that the pieces make of the first one: as settled, before that as backward should complete them."""
+        return plan_of(plan.specs, self._arrange(plan, self._seen), plan.caps)
 
     def __call__(self, plan: BucketPlan, ready: Sequence[int]) -> list[list[int]]:
         """Buckets of whole pieces, ordered as backward completed them; `ready` is the observed order."""
+        self._seen = {plan.specs[param].name: when for when, param in enumerate(ready)}
+        eager = [name for name in self._seen if name not in self._owned]
+        if self._pieces and eager:
+            text = "%d of %d parameters are used outside of the compiled graphs, first '%s'"
+            log.warning(text, len(eager), len(plan.specs), eager[0])
+        return self._arrange(plan, self._seen)
+
+    def _arrange(self, plan: BucketPlan, seen: Mapping[str, int]) -> list[list[int]]:
         index = {spec.name: i for i, spec in enumerate(plan.specs)}
-        seen = {plan.specs[param].name: when for when, param in enumerate(ready)}
         never = len(seen)
         pieces: list[tuple[tuple[str, ...], ...]] = [
             tuple(tuple(name for name in group if name in index) for group in piece)
             for piece in reversed(self._pieces)
         ]
         # What no graph holds runs eagerly, between the graphs; what nobody used comes last.
-        eager = [name for i in plan.order if (name := plan.specs[i].name) not in self._owned]
-        if self._pieces and any(name in seen for name in eager):
-            used = [name for name in eager if name in seen]
-            text = "%d of %d parameters are used outside of the compiled graphs, first '%s'"
-            log.warning(text, len(used), len(index), used[0])
-        pieces += [((name,),) for name in eager]
+        pieces += [((plan.specs[i].name,),) for i in plan.order if plan.specs[i].name not in self._owned]
         pieces.sort(key=lambda piece: max((seen[n] for group in piece for n in group if n in seen), default=never))
         closings = fill(pieces, _by_name(plan), plan.caps)
         return [[index[name] for name in closing.params] for closing in closings]

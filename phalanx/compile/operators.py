@@ -18,8 +18,10 @@ from torch.utils import _pytree as pytree
 _AUTOCAST = (torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast)
 _IN_PLACE = {getattr(operator, f"i{name}") for name in "add sub mul matmul truediv floordiv mod pow and or xor".split()}
 _IN_PLACE |= {operator.ilshift, operator.irshift, operator.setitem}
-# Nodes without a result that only check something: they may stand in any piece.
-_CHECKS = ("assert", "check", "sym_constrain")
+# Nodes without a result that may stand in any piece: they only check or load something.
+_HARMLESS = ("assert", "check", "sym_constrain", "lazy_load")
+# Nodes without a result that open or close a region, as vmap does: it has to be in one piece.
+_OPENING, _CLOSING = ("increment_nesting", "_enter_"), ("decrement_nesting", "_exit_")
 
 
 def operators_of(graph: torch.fx.Graph) -> list[Node]:
@@ -136,11 +138,24 @@ class Obstacles:
                     touched.setdefault(key, i)
 
     def _forbid_inside_effects(self) -> None:
-        """Global state is switched on and off by nodes without a result; nobody knows which belong together."""
-        effects = [i for i, node in enumerate(self._operators) if _is_effect(node)]
-        if effects:
-            name = self._operators[effects[0]].name
-            self._forbid(effects[0], effects[-1], f"'{name}' changes global state")
+        """Global state is switched by nodes without a result. Of some nobody knows which belong together."""
+        opened: list[int] = []
+        others: list[int] = []
+        for i, node in enumerate(self._operators):
+            name = _name(node)
+            if any(word in name for word in _OPENING) and node.target not in _AUTOCAST:
+                opened.append(i)
+            elif any(word in name for word in _CLOSING) and node.target not in _AUTOCAST and opened:
+                first = opened.pop()
+                self._forbid(first, i, f"'{self._operators[first].name}' opens a region that '{node.name}' closes")
+            elif _is_effect(node):
+                others.append(i)
+        if others:
+            name = self._operators[others[0]].name
+            self._forbid(others[0], others[-1], f"'{name}' changes global state")
+        if opened:
+            name = self._operators[opened[0]].name
+            self._forbid(opened[0], len(self._operators) - 1, f"'{name}' opens a region that nothing closes")
 
     def _forbid_without_gradient(self) -> None:
         for i, disabled in enumerate(without_gradient(self._operators)[:-1]):
@@ -164,7 +179,7 @@ def _memory(node: Node) -> Iterator[Any]:
 def _is_effect(node: Node) -> bool:
     if node.users or node.target in _AUTOCAST or node.target is torch._C._set_grad_enabled or mutated_by(node):
         return False
-    if any(word in _name(node) for word in _CHECKS):
+    if any(word in _name(node) for word in _HARMLESS):
         return False
     # An unused result is no effect.
     return not _tensors(value_of(node)) and not isinstance(value_of(node), (torch.SymInt, int))

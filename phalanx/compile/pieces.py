@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import fx
 
 # Private, as everything about the context that dynamo compiles in. Each piece gets a context of its own, because

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import fx
-
 from torch.utils import _pytree as pytree
 
 from ..ddp.torch_names import TorchNames

@@ -17,6 +17,10 @@ from torch._C._dynamo import eval_frame
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
+# Asked after a forward of a wrapper of which nothing has been compiled, with the wrapper and dynamo's callback.
+# Set by the backend that wants to know; None while it is not loaded.
+on_uncompiled: Callable[[Any, Any], None] | None = None
+
 _SKIP, _DEFAULT = eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT
 
 
@@ -44,6 +48,15 @@ def call(module: torch.nn.Module, inputs: Any, kwargs: Any) -> Any:
     Dynamo starts no graph in torch's own files, so a bare `nn.Sequential` would silently stay uncompiled.
     """
     return module(*inputs, **kwargs)
+
+
+def report_uncompiled(wrapper: Any, reducer: Any) -> None:
+    """Called in a frame that dynamo looks through: in an untraced one its callback would be hidden."""
+    if on_uncompiled is not None and reducer is not None and reducer.arrange is None:
+        on_uncompiled(wrapper, eval_frame.get_eval_frame_callback())
+
+
+transparent(report_uncompiled)
 
 
 def hides_from_dynamo(module: torch.nn.Module) -> bool:

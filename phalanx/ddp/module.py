@@ -32,7 +32,7 @@ from .bucket import LiveBucket
 from .buffers import BufferHookLocation, BufferSync
 from .delayed import DelayedReduction
 from .distributed_autograd import current_context
-from .frames import call, hides_from_dynamo, transparent, untraced
+from .frames import call, hides_from_dynamo, report_uncompiled, transparent, untraced
 from .join import ShadowTraining, announce_reduction, common_rank
 from .precision import LowPrecision, MixedPrecision
 from .reducer import Reducer, ReducerOptions
@@ -215,6 +215,7 @@ class DistributedDataParallel(TorchNames, torch.nn.Module, Joinable):
                 raise
             finally:
                 self._leave_module(context)
+            report_uncompiled(self, self._reducer)
             self._after_forward(output)
             return output
 

@@ -4,7 +4,7 @@ Worked example. Parameters of 4-byte elements, in registration order a[3] b[5] c
 first=24 bytes, then 36 bytes. Gradients become ready roughly in reverse, so:
 
     bucket 0   d            36 bytes: larger than its cap of 24, therefore alone
-    bucket 1   c b          28 bytes: a (12 more) would pass the cap of 36
+    bucket 1   c b          28 bytes: a (12 more) would pass the cap of 36, so c b leaves
     bucket 2   a            12 bytes
 
 Slots lie back to back in the order of the bucket. Must not know of process groups or tensors' data.
@@ -188,9 +188,10 @@ def build_plan(
 ) -> BucketPlan:
     """The plan for `specs` under `caps`, filling buckets in `order` (default: reverse registration).
 
-    A bucket closes before the parameter that would take it past its cap, so a parameter larger
-    than the cap travels alone. Buckets are ordered by when their last parameter comes in `order`:
-    that is when they are full, and launching is strictly in plan order.
+    Where the open bucket and the next parameter do not fit under the cap together, the open bucket
+    leaves; if it is not even half full, a larger parameter leaves in its place and it stays open. So a
+    parameter larger than the cap travels alone, and few small ones do. Buckets are ordered by when their last
+    parameter comes in `order`: that is when they are full, and launching is strictly in plan order.
     """
     caps = BucketCaps() if caps is None else caps
     specs = tuple(specs)
@@ -205,7 +206,12 @@ def build_plan(
             groups.append([param])
             continue
         filling = open_buckets.setdefault((spec.dtype, spec.device), _Filling())
-        if filling.params and filling.num_bytes + spec.num_bytes > caps.at(filling.num_closed):
+        cap = caps.at(filling.num_closed)
+        if filling.params and filling.num_bytes + spec.num_bytes > cap:
+            if filling.num_bytes < min(spec.num_bytes, cap / 2):
+                groups.append([param])
+                filling.num_closed += 1
+                continue
             groups.append(filling.close())
         filling.params.append(param)
         filling.num_bytes += spec.num_bytes

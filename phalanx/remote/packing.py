@@ -17,7 +17,7 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, optim
@@ -90,6 +90,8 @@ class Packer:
     def step(self, gradients: Mapping[Tensor, Tensor]) -> int:
         """Apply `gradients` once; parameters not in it stay untouched. Returns how many were updated."""
         with torch.no_grad():
+            if self._is_bare_sgd():
+                return self._step_bare_sgd(gradients)
             packed = self._gather_packed(gradients)
             loose = [] if self._all_packed else self._gather_loose(gradients)
             if loose and self._elementwise and self._make_packs(loose):
@@ -109,11 +111,34 @@ class Packer:
         self._all_packed = False
         self._last_loose, self._given_up = None, frozenset()
 
+    def _is_bare_sgd(self) -> bool:
+        """Whether a step is one addition a parameter, for which one call over all of them is best."""
+        return type(self.optimizer) is optim.SGD and not any(
+            group["momentum"]
+            or group["weight_decay"]
+            or group["maximize"]
+            or group["differentiable"]
+            or group["fused"]
+            or isinstance(group["lr"], Tensor)
+            for group in self.optimizer.param_groups
+        )
+
+    def _step_bare_sgd(self, gradients: Mapping[Tensor, Tensor]) -> int:
+        num_updated = 0
+        for group in self.optimizer.param_groups:
+            found = [(param, grad) for param in group["params"] if (grad := gradients.get(param)) is not None]
+            dense = [(param, grad) for param, grad in found if _is_dense(grad)]
+            if dense:
+                params, grads = zip(*dense, strict=True)
+                torch._foreach_add_(params, grads, alpha=-group["lr"])
+            num_updated += len(dense)
+        return num_updated
+
     def _gather_packed(self, gradients: Mapping[Tensor, Tensor]) -> list[tuple[_Pack, list[Tensor]]]:
         """Every pack with its members' gradients; a pack that lacks one is broken up."""
         whole: list[tuple[_Pack, list[Tensor]]] = []
         for pack in self._packs:
-            grads = [grad for grad in map(gradients.get, pack.params) if grad is not None and _is_dense(grad)]
+            grads = [grad for grad in map(gradients.get, pack.params) if _is_dense(grad)]
             if len(grads) == len(pack.params):
                 whole.append((pack, grads))
             else:
@@ -228,8 +253,8 @@ class Packer:
                 param.grad = grad
 
 
-def _is_dense(grad: Tensor) -> bool:
-    return grad.layout is torch.strided
+def _is_dense(grad: Tensor | None) -> TypeGuard[Tensor]:
+    return grad is not None and grad.layout is torch.strided
 
 
 def _likeness(param: Tensor, state: Mapping[str, Any]) -> Hashable | None:

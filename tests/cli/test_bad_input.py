@@ -71,7 +71,7 @@ def test_a_mistake_is_one_line_with_a_remedy_and_exit_code_2(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "a.py").write_text("print('ran')")
+    (tmp_path / "a.py").write_text("if __name__ == '__main__': print('ran')")
     (tmp_path / "empty").mkdir()
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "run.json").write_text('{"state": "finished"}')

@@ -26,8 +26,8 @@ INTEGERS = (torch.uint8, torch.int8, torch.int32, torch.int64)
 SHORT = torch.int16  # which gloo does not have
 OPS = ("SUM", "AVG", "MIN", "MAX", "PRODUCT")
 BITWISE = ("BAND", "BOR", "BXOR")
-LARGE = 300_007  # more than a slot in every dtype but the shortest, more than a block in the longer
-SIZES = (0, 1, 1_003, LARGE)
+LARGE = 300_007  # more than a slot in every dtype, more than a block in the longer
+MEDIUM = 70_001  # more than a slot in the longer dtypes: enough where many ranks share two cores
 
 
 @dataclass(frozen=True)
@@ -89,12 +89,13 @@ def reduced(tensors: Sequence[torch.Tensor], op: str) -> torch.Tensor:
 
 
 class Rank:
-    """One rank's hands: makes tensors as a case wants them, and calls collectives."""
+    """One rank's hands: makes tensors as a case wants them, and calls the collectives of a group."""
 
-    def __init__(self, rank: int, world: int) -> None:
+    def __init__(self, rank: int, world: int, group: dist.ProcessGroup | None = None) -> None:
         self.rank = rank
         self.world = world
-        self._collectives = collectives_of(dist.group.WORLD)
+        self.group = group if group is not None else dist.group.WORLD
+        self._collectives = collectives_of(self.group)
 
     def tensor(self, case: Case, data: torch.Tensor) -> torch.Tensor:
         """`data` in the memory and with the strides that the case asks for."""
@@ -111,7 +112,7 @@ class Rank:
 
     def call(self, case: Case, function: Callable[..., dist.Work | None], *args: object, **keywords: object) -> None:
         """Call and wait."""
-        work = function(*args, async_op=case.is_async, **keywords)
+        work = function(*args, group=self.group, async_op=case.is_async, **keywords)
         if case.is_async:
             assert work is not None
             work.wait()
@@ -186,7 +187,7 @@ def _all_gather_single(case: Case, me: Rank) -> None:
 
 
 def _reduce_scatter(case: Case, me: Rank) -> None:
-    inputs = [[values(case, r * me.world + p, case.numel) for p in range(me.world)] for r in range(me.world)]
+    inputs = [[values(case, r + 3 * p, case.numel) for p in range(me.world)] for r in range(me.world)]
     output = me.tensor(case, torch.zeros(case.numel, dtype=case.dtype))
     pieces = [me.tensor(case, piece) for piece in inputs[me.rank]]
     me.call(case, dist.reduce_scatter, output, pieces, _op(case))
@@ -265,8 +266,8 @@ def _scatter(case: Case, me: Rank) -> None:
 def _ring(case: Case, me: Rank) -> None:
     """Point to point: send to the next, receive from the one before."""
     got = torch.zeros(case.numel, dtype=case.dtype)
-    sent = dist.isend(values(case, me.rank, case.numel), (me.rank + 1) % me.world)
-    dist.recv(got, (me.rank - 1) % me.world)
+    sent = dist.isend(values(case, me.rank, case.numel), (me.rank + 1) % me.world, group=me.group)
+    dist.recv(got, (me.rank - 1) % me.world, group=me.group)
     sent.wait()
     _same(case, got, values(case, (me.rank - 1) % me.world, case.numel))
 
@@ -299,9 +300,10 @@ TO_GLOO = ("ring",)  # handed on
 def all_cases(world: int) -> list[Case]:
     """Every collective, dtype, operation and size; the other choices alternate."""
     dtypes = (*FLOATS, *INTEGERS, SHORT)
-    reducing = itertools.product(REDUCING, dtypes, OPS, SIZES)
-    bitwise = itertools.product(REDUCING, (*INTEGERS, SHORT), BITWISE, SIZES)
-    moving = itertools.product(MOVING, (*dtypes, torch.bool, torch.complex64), ("SUM",), SIZES)
+    sizes = (0, 1, 1_003, LARGE if world <= 3 else MEDIUM)
+    reducing = itertools.product(REDUCING, dtypes, OPS, sizes)
+    bitwise = itertools.product(REDUCING, (*INTEGERS, SHORT), BITWISE, sizes)
+    moving = itertools.product(MOVING, (*dtypes, torch.bool, torch.complex64), ("SUM",), sizes)
     cases = []
     for seed, (collective, dtype, op, numel) in enumerate(itertools.chain(reducing, bitwise, moving)):
         choices = random.Random(seed)

@@ -46,11 +46,15 @@ class TorchsOwn(torch.nn.parallel.DistributedDataParallel):
 
 def run_torch_test(rank: int, world: int, name: str, reference: bool = False) -> str | None:
     """Call the body of torch's test `name`; returns why it skipped itself, or None if it ran to its end."""
-    module = _torch_tests()
+    module = unskipped("distributed_test")
     case = _case_class(module)(name)
     case.rank, case.file_name = rank, ""
-    wrapper = TorchsOwn if reference else DistributedDataParallel
-    with _scratch(), _substituted(module, wrapper), cpu_for_cuda():
+    ranks = {rank: [rank] for rank in range(world)}
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_scratch())
+        stack.enter_context(mock.patch.object(module, "init_multigpu_helper", lambda *_: ranks))
+        stack.enter_context(mock.patch.object(module.Barrier, "sync", lambda *_, **__: dist.barrier()))
+        stack.enter_context(substituted(module, reference))
         importlib.import_module("torch.testing._internal.common_utils").set_rng_seed()
         try:
             getattr(case, name)()
@@ -60,8 +64,8 @@ def run_torch_test(rank: int, world: int, name: str, reference: bool = False) ->
 
 
 @cache
-def _torch_tests() -> ModuleType:
-    """The wheel's test file, imported without the decorators that would skip."""
+def unskipped(name: str) -> Any:
+    """A test file of the wheel, imported without the decorators that would skip."""
     import torch.testing._internal.common_distributed as common
     import torch.testing._internal.common_utils as utils
 
@@ -74,6 +78,7 @@ def _torch_tests() -> ModuleType:
     replaced: list[tuple[Any, str, Callable[..., Any]]] = [
         (common, "skip_if_lt_x_gpu", taking_arguments),
         (common, "nccl_skip_if_lt_x_gpu", taking_arguments),
+        (common, "requires_nccl", taking_arguments),
         (common, "skip_if_no_gpu", plain),
         (common, "skip_if_odd_worldsize", plain),
         (utils, "skip_but_pass_in_sandcastle", taking_arguments),
@@ -85,9 +90,9 @@ def _torch_tests() -> ModuleType:
         stack.enter_context(mock.patch.dict(os.environ, BACKEND="gloo", WORLD_SIZE=_LARGEST_WORLD))
         # Torch's test modules read the command line on import.
         stack.enter_context(mock.patch.object(sys, "argv", sys.argv[:1]))
-        for owner, name, decorator in replaced:
-            stack.enter_context(mock.patch.object(owner, name, decorator))
-        return importlib.import_module("torch.testing._internal.distributed.distributed_test")
+        for owner, attribute, decorator in replaced:
+            stack.enter_context(mock.patch.object(owner, attribute, decorator))
+        return importlib.import_module(f"torch.testing._internal.distributed.{name}")
 
 
 @cache
@@ -96,14 +101,14 @@ def _case_class(module: ModuleType) -> Any:
 
 
 @contextlib.contextmanager
-def _substituted(module: ModuleType, wrapper: type[torch.nn.Module]) -> Iterator[None]:
+def substituted(module: ModuleType, reference: bool = False) -> Iterator[None]:
+    """Inside, the wrapper's name means ours, in torch and in `module`, and CUDA means the CPU."""
+    wrapper = TorchsOwn if reference else DistributedDataParallel
     owners = (torch.nn.parallel, torch.nn.parallel.distributed, module)
-    ranks = {rank: [rank] for rank in range(dist.get_world_size())}
     with contextlib.ExitStack() as stack:
         for owner in owners:
             stack.enter_context(mock.patch.object(owner, "DistributedDataParallel", wrapper))
-        stack.enter_context(mock.patch.object(module, "init_multigpu_helper", lambda *_: ranks))
-        stack.enter_context(mock.patch.object(module.Barrier, "sync", lambda *_, **__: dist.barrier()))
+        stack.enter_context(cpu_for_cuda())
         yield
 
 

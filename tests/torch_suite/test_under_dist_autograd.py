@@ -5,14 +5,12 @@ from __future__ import annotations
 import importlib
 import os
 from typing import Any
-from unittest import mock
 
 import pytest
 
-import phalanx
 from tests.cluster import Leak, run_ranks
+from tests.torch_suite.body import substituted, unskipped
 
-_MODULE = "torch.testing._internal.distributed.ddp_under_dist_autograd_test"
 _RPC = "torch.testing._internal.distributed.rpc.tensorpipe_rpc_agent_test_fixture"
 # Four trainers; with a parameter server and a master beside them where the test asks for that.
 _TESTS = {
@@ -24,18 +22,18 @@ _TESTS = {
     "DdpComparisonTest.test_ddp_comparison_uneven_inputs": 4,
     "DdpComparisonTest.test_ddp_dist_autograd_sparse_grads": 4,
     "DdpComparisonTest.test_ddp_dist_autograd_local_vs_remote": 4,
+    "CudaDdpComparisonTest.test_ddp_dist_autograd_local_vs_remote_gpu": 4,
 }
 
 
 def _run(rank: int, world: int, name: str, file_name: str, reference: bool) -> None:
-    module: Any = importlib.import_module(_MODULE)
+    module = unskipped("ddp_under_dist_autograd_test")
     agent: Any = importlib.import_module(_RPC).TensorPipeRpcAgentTestFixture
     class_name, method = name.split(".")
     test_case: Any = importlib.import_module("torch.testing._internal.common_utils").TestCase
     case = type("TorchCase", (agent, getattr(module, class_name), test_case), {})(method)
     case.rank, case.file_name = rank, file_name
-    wrapper = module.DistributedDataParallel if reference else phalanx.DistributedDataParallel
-    with mock.patch.object(module, "DistributedDataParallel", wrapper):
+    with substituted(module, reference):
         getattr(case, method)()
 
 

@@ -18,6 +18,7 @@ class ShmCollectives(Collectives):
     """
 
     fuses_scale = True
+    names_failures = True
 
     def __init__(self, group: dist.ProcessGroup, gateway: Gateway) -> None:
         self.group = group

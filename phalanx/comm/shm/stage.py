@@ -37,6 +37,7 @@ class Stage:
 
     def own(self, dtype: torch.dtype) -> torch.Tensor:
         """This rank's half for the next block."""
+        self._team.watch.check()
         at = self.offset + (self._num_blocks & 1) * BLOCK_BYTES
         return self._team.stage(self._team.index, at, BLOCK_BYTES // dtype.itemsize, dtype)
 

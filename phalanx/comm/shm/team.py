@@ -96,6 +96,9 @@ class Team:
 
     def slots(self, numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
         """Everybody's slot of the next collective, by index, as `numel` elements."""
+        # Here as well as in each step: a rank that has failed must leave its board alone, which a slower
+        # one may still be reading.
+        self.watch.check()
         pair = self._slots.get((numel, dtype))
         if pair is None:
             if len(self._slots) == _MAX_CACHED_SLOTS:
@@ -114,6 +117,7 @@ class Team:
         What was written into this rank's slot before is visible to all afterwards. A rank with
         another call is a `MismatchError` on every rank, and leaves the team as usable as before.
         """
+        self.watch.check()
         self._timeout_s = timeout.total_seconds()
         self._call = call
         self._step = 0

@@ -1,0 +1,150 @@
+"""Collectives over gloo, with two of the five verbs made from others that gloo does better.
+
+Gloo's reduce-scatter is an all-reduce of which most is thrown away, and its ring gather waits for one neighbour
+at a time. For large tensors we exchange slices all to all and add them up here (half the traffic), and gather
+by one broadcast a rank, all under way together. Two ranks, 24 MB, milliseconds: reduce-scatter 29 → 14,
+gather 14 → 8.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .collectives import Work
+from .torch_backend import TorchCollectives, _real
+
+# Below this, the latency of several messages costs more than their traffic saves.
+_LARGE_BYTES = 64 * 1024
+# With more ranks, gathering by broadcasts keeps too many messages under way.
+_MOST_BROADCASTS = 8
+_MOST_SPARE = 3
+
+_NO_LIMIT = timedelta(milliseconds=-1)
+
+
+class Spares:
+    """Receive buffers to use again: fresh memory costs more, page by page, than what is received into it."""
+
+    def __init__(self) -> None:
+        self._free: list[torch.Tensor] = []
+        self._lock = threading.Lock()
+
+    def take(self, like: torch.Tensor) -> torch.Tensor:
+        """A tensor of the size and dtype of `like`, contents undefined."""
+        num_bytes = like.numel() * like.element_size()
+        with self._lock:
+            fitting = [spare for spare in self._free if spare.numel() >= num_bytes]
+            if fitting:
+                spare = min(fitting, key=torch.Tensor.numel)
+                self._free = [other for other in self._free if other is not spare]
+            else:
+                spare = torch.empty(num_bytes, dtype=torch.uint8)
+        return spare[:num_bytes].view(like.dtype)
+
+    def give(self, taken: torch.Tensor) -> None:
+        """Take back what `take` gave; the largest few are kept."""
+        whole = torch.empty(0, dtype=torch.uint8).set_(taken.untyped_storage())
+        with self._lock:
+            self._free = sorted([*self._free, whole], key=torch.Tensor.numel)[-_MOST_SPARE:]
+
+
+class SummedExchange:
+    """An exchange of slices under way; whoever looks first after it has ended adds them up."""
+
+    def __init__(self, work: Any, received: torch.Tensor, output: torch.Tensor, spares: Spares) -> None:
+        self._work = work
+        self._received: torch.Tensor | None = received
+        self._output = output
+        self._spares = spares
+        self._lock = threading.Lock()
+
+    def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
+        """Block until the sum is in place."""
+        self._work.wait(timeout)
+        self._add_up()
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether everything has been received."""
+        return bool(self._work.is_completed())
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """Completes with the sum in place."""
+        return self._work.get_future().then(self._then)  # type: ignore[no-any-return]
+
+    def _then(self, future: torch.futures.Future[Any]) -> list[torch.Tensor]:
+        future.value()
+        self._add_up()
+        return [self._output]
+
+    def _add_up(self) -> None:
+        with self._lock:
+            received, self._received = self._received, None
+            if received is None:
+                return
+            parts = received.view(-1, self._output.numel())
+            if parts.dtype.itemsize < 4 and len(parts) > 2:
+                torch.sum(parts, 0, out=self._output)  # in single precision, rounded once
+            else:
+                # In the order of ranks, whoever adds.
+                torch.add(parts[0], parts[1], out=self._output)
+                for part in parts[2:]:
+                    self._output.add_(part)
+            self._spares.give(received)
+
+
+class SeveralWorks:
+    """Several collectives that are one to the caller."""
+
+    def __init__(self, works: Sequence[Any]) -> None:
+        self._works = works
+
+    def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
+        """Block until all have ended; `timeout` holds for each."""
+        for work in self._works:
+            work.wait(timeout)
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether all have ended."""
+        return all(work.is_completed() for work in self._works)
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """Completes when all have."""
+        return torch.futures.collect_all([work.get_future() for work in self._works])
+
+
+class GlooCollectives(TorchCollectives):
+    """Collectives of one gloo group."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__(group)
+        self._spares = Spares()
+
+    def _is_large(self, tensor: torch.Tensor) -> bool:
+        num_bytes = tensor.numel() * tensor.element_size()
+        return self.world > 1 and tensor.device.type == "cpu" and num_bytes >= _LARGE_BYTES
+
+    def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, scale: float = 1.0) -> Work:
+        if not self._is_large(input):
+            return super().reduce_scatter(output, input, scale)
+        if scale != 1.0:
+            input.mul_(scale)
+        output, input = _real(output).view(-1), _real(input).view(-1)
+        received = self._spares.take(input)
+        work = dist.all_to_all_single(received, input, group=self.group, async_op=True)
+        return SummedExchange(work, received, output, self._spares)
+
+    def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Work:
+        if not self._is_large(output) or self.world > _MOST_BROADCASTS:
+            return super().all_gather(output, input)
+        parts = output.view(self.world, -1)
+        if input.data_ptr() != parts[self.rank].data_ptr():
+            parts[self.rank].copy_(input.view(-1))
+        return SeveralWorks([self.broadcast(part, source) for source, part in enumerate(parts)])
