@@ -34,7 +34,9 @@ class Collectives(abc.ABC):
     `fuses_scale` says that `all_reduce` and `reduce_scatter` apply `scale` at no extra pass over
     memory; a caller who has to touch the data anyway scales it himself where it is false.
     `names_failures` says that a work's `wait` raises by itself, soon and naming the rank, when a rank
-    dies or stays silent; elsewhere the caller asks the blackboard while it waits.
+    dies or stays silent; elsewhere the caller asks the blackboard while it waits. `worthwhile_buckets` is
+    into how many buckets at least a model is best cut where nobody asked for a size: several where a
+    collective mostly waits, one where it mostly works.
     """
 
     rank: int
@@ -42,6 +44,7 @@ class Collectives(abc.ABC):
     group: dist.ProcessGroup
     fuses_scale: bool = False
     names_failures: bool = False
+    worthwhile_buckets: int = 4
 
     @abc.abstractmethod
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

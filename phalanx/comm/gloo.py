@@ -37,6 +37,8 @@ class Spares:
 
     def take(self, like: torch.Tensor) -> torch.Tensor:
         """A tensor of the size and dtype of `like`, contents undefined."""
+        if like.device.type != "cpu":
+            return torch.empty_like(like)
         num_bytes = like.numel() * like.element_size()
         with self._lock:
             fitting = [spare for spare in self._free if spare.numel() >= num_bytes]
@@ -49,6 +51,8 @@ class Spares:
 
     def give(self, taken: torch.Tensor) -> None:
         """Take back what `take` gave; the largest few are kept."""
+        if taken.device.type != "cpu":
+            return
         whole = torch.empty(0, dtype=torch.uint8).set_(taken.untyped_storage())
         with self._lock:
             self._free = sorted([*self._free, whole], key=torch.Tensor.numel)[-_MOST_SPARE:]
@@ -127,22 +131,20 @@ class GlooCollectives(TorchCollectives):
         super().__init__(group)
         self._spares = Spares()
 
-    def _is_large(self, tensor: torch.Tensor) -> bool:
-        num_bytes = tensor.numel() * tensor.element_size()
-        return self.world > 1 and tensor.device.type == "cpu" and num_bytes >= _LARGE_BYTES
-
     def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, scale: float = 1.0) -> Work:
-        if not self._is_large(input):
-            return super().reduce_scatter(output, input, scale)
         if scale != 1.0:
             input.mul_(scale)
         output, input = _real(output).view(-1), _real(input).view(-1)
+        if self.world == 1:
+            output.copy_(input)
+            return SeveralWorks([])
         received = self._spares.take(input)
         work = dist.all_to_all_single(received, input, group=self.group, async_op=True)
         return SummedExchange(work, received, output, self._spares)
 
     def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Work:
-        if not self._is_large(output) or self.world > _MOST_BROADCASTS:
+        num_bytes = output.numel() * output.element_size()
+        if num_bytes < _LARGE_BYTES or not 1 < self.world <= _MOST_BROADCASTS:
             return super().all_gather(output, input)
         parts = output.view(self.world, -1)
         if input.data_ptr() != parts[self.rank].data_ptr():

@@ -20,7 +20,7 @@ from .blackboard import Blackboard
 from .collectives import Collectives, Work
 
 _SLICE = timedelta(seconds=1)
-_ROLL_CALL_S = 2.5
+_ROLL_CALL_S = 2.0
 
 
 def group_timeout_s(group: dist.ProcessGroup) -> float:

@@ -1,5 +1,8 @@
 """ORCHESTRATE: torch.compile for wrapped models, graphs cut where gradient buckets close."""
 
-from .backend import phalanx_backend
+from .backend import phalanx_backend, register
+from .explain import explain
+from .explanation import ExplainedPiece, Explanation
+from .optimizer import DDPOptimizer
 
-__all__ = ["phalanx_backend"]
+__all__ = ["DDPOptimizer", "ExplainedPiece", "Explanation", "explain", "phalanx_backend", "register"]

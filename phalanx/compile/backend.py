@@ -1,7 +1,7 @@
 """The dynamo backend "phalanx": cuts the graphs of a wrapped model where its gradient buckets close.
 
     torch.compile(model, backend="phalanx")                                  pieces compiled by inductor
-    torch.compile(model, backend="phalanx", options={"inner": "aot_eager"})  by another backend or a callable
+    torch.compile(model, backend="phalanx", options={"compiler": "aot_eager"})  by another backend or a callable
 
 The wrapper whose forward runs says whose parameters count and under which caps. Without one, or without
 gradients, a graph is compiled whole. Puts the parts together; decides nothing itself.
@@ -22,7 +22,7 @@ from ..ddp.module import DistributedDataParallel
 from ..ddp.torch_names import TorchNames
 from ..errors import ConfigError
 from ..plan import BucketCaps
-from .capture import capture_of
+from .capture import Reduces, capture_of, names_of
 from .guard import guard_on_cuts
 from .operators import Obstacles, operators_of
 from .parameters import find_parameters, give_examples
@@ -42,32 +42,45 @@ def phalanx_backend(
     mode: str | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Callable[..., Any]:
-    """Compile a graph captured by dynamo. `options["inner"]` compiles the pieces ("inductor" by default).
+    """Compile a graph captured by dynamo. `options["compiler"]` compiles the pieces ("inductor" by default).
 
     `mode` and all other options are the inner compiler's.
     """
     inner = choose_inner(mode, options or {})
     guard_on_cuts()
-    active = active_wrapper()
+    active = active_reducer()
     if active is None or not torch.is_grad_enabled():
         return inner(gm, list(example_inputs))
     return compile_for(active, gm, example_inputs, inner)
 
 
-def active_wrapper() -> DistributedDataParallel | None:
-    """The wrapper whose forward runs now, if it has anything to reduce in buckets."""
-    active = TorchNames._active_ddp_module
-    return active if active is not None and TorchNames._active_cut_mark is not None else None
+def active_reducer() -> Reduces | None:
+    """The reducer of the wrapper whose forward runs now, if it has one."""
+    if TorchNames._active_ddp_module is None or TorchNames._active_cut_mark is None:
+        return None
+    reducer: Reduces = TorchNames._active_ddp_module.reducer
+    return reducer
+
+
+def register() -> None:
+    """Make the name "phalanx" known to torch.compile where the package is used without being installed.
+
+    An installed package is found through its entry point, and then this does nothing.
+    """
+    from torch._dynamo import list_backends, register_backend
+
+    if NAME not in list_backends(exclude_tags=()):
+        register_backend(phalanx_backend, name=NAME)
 
 
 def choose_inner(mode: str | None, options: Mapping[str, Any]) -> Inner:
     """The compiler of the pieces, as a function of a graph and its example inputs."""
     from torch._dynamo import lookup_backend
 
-    chosen = options.get("inner", "inductor")
-    rest = {name: value for name, value in options.items() if name != "inner"}
+    chosen = options.get("compiler", "inductor")
+    rest = {name: value for name, value in options.items() if name != "compiler"}
     if chosen == NAME or chosen is phalanx_backend:
-        raise ConfigError('options["inner"] is the compiler of the pieces and cannot be "phalanx" again.')
+        raise ConfigError('options["compiler"] is the compiler of the pieces and cannot be "phalanx" again.')
     settings: dict[str, Any] = {}
     if chosen == "inductor":
         patches = {**(torch._inductor.list_mode_options(mode) if mode else {}), **rest}
@@ -78,22 +91,21 @@ def choose_inner(mode: str | None, options: Mapping[str, Any]) -> Inner:
         settings |= {"mode": mode} if mode else {}
         settings |= {"options": rest} if rest else {}
     if not callable(chosen) and not isinstance(chosen, str):
-        raise ConfigError(f'options["inner"] must be a backend\'s name or a callable, got {chosen!r}.')
+        raise ConfigError(f'options["compiler"] must be a backend\'s name or a callable, got {chosen!r}.')
     compiler = lookup_backend(chosen)
     return lambda gm, example_inputs: compiler(gm, example_inputs, **settings)
 
 
 def compile_for(
-    wrapper: DistributedDataParallel,
+    reducer: Reduces,
     gm: fx.GraphModule,
     example_inputs: Sequence[Any],
     inner: Inner,
     caps: BucketCaps | None = None,
 ) -> Stitched:
-    """The graph cut by the plan of `wrapper`: the one in force, or the one that this capture helps to make."""
-    reducer = wrapper.reducer
+    """The graph cut by the plan of `reducer`: the one in force, or the one that this capture helps to make."""
     plan = reducer.plan
-    names = {id(param): spec.name for param, spec in zip(reducer.params, plan.specs, strict=True)}
+    names = names_of(reducer)
     capture = capture_of(reducer)
 
     def closings(groups: Sequence[Group]) -> list[Closing]:
@@ -150,8 +162,8 @@ def _warn_uncompiled(wrapper: DistributedDataParallel, callback: Any) -> None:
     """Say so, once a wrapper, if this backend was asked for and dynamo has captured nothing."""
     if not torch.is_grad_enabled() or wrapper.reducer.step or _warned.get(wrapper):
         return
-    inside = [child.dynamo_ctx.callback for child in wrapper.modules() if hasattr(child, "dynamo_ctx")]
-    if any(_is_ours(each) for each in (callback, *inside)):
+    inside: list[Any] = [child.__dict__.get("dynamo_ctx") for child in wrapper.modules()]
+    if any(_is_ours(each) for each in (callback, *(getattr(context, "callback", None) for context in inside))):
         _warned[wrapper] = True
         log.warning(
             "nothing of %s was compiled: dynamo captured no graph in it. TORCH_LOGS=graph_breaks tells why.",

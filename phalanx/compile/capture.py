@@ -12,14 +12,28 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
-from ..ddp.reducer import Reducer
+import torch
+
 from ..plan import BucketCaps, BucketPlan, ParamSpec, plan_of
 from .split import Closing, Group, Span, fill
 
 log = logging.getLogger("phalanx.compile")
+
+
+class Reduces(Protocol):
+    """A reducer, as far as the compiler knows it. It shows where its model is to be cut by `cut_mark`."""
+
+    params: list[torch.nn.Parameter]
+    plan: BucketPlan
+    cut_mark: str
+    arrange: Callable[[BucketPlan, Sequence[int]], list[list[int]]] | None
+
+    @property
+    def settled(self) -> bool:
+        """Whether the plan has been replaced for good by the one in the observed order."""
 
 
 class Capture:
@@ -56,11 +70,11 @@ class Capture:
                 self._owned.update(span.params)
 
     def closings(
-        self, groups: Sequence[Group], reducer: Reducer, caps: BucketCaps, is_last: bool
+        self, groups: Sequence[Group], reducer: Reduces, caps: BucketCaps, is_last: bool
     ) -> list[Closing]:
         """Where buckets close in a graph that completes `groups`; `is_last` if no graph seems to follow it."""
         plan = reducer.plan
-        if not reducer.arrivals.observing and reducer.cut_mark == plan.hash:
+        if follows_plan(reducer):
             text = "bucket {} of the plan closes"
             return [Closing(names, text.format(i)) for i, names in enumerate(names_by_bucket(plan))]
         present = {name for group in groups for name in group.params}
@@ -102,7 +116,25 @@ def names_by_bucket(plan: BucketPlan) -> list[tuple[str, ...]]:
     return [tuple(plan.specs[slot.param].name for slot in bucket.slots) for bucket in plan.buckets]
 
 
-def capture_of(reducer: Reducer) -> Capture:
+def follows_plan(reducer: Reduces) -> bool:
+    """Whether graphs are cut by the plan in force, because that one was not made from their pieces."""
+    return reducer.settled and reducer.cut_mark == reducer.plan.hash
+
+
+def plan_of_pieces(reducer: Reduces) -> BucketPlan:
+    """The plan by which the reducer's model is cut. Once the reducer has settled, its own."""
+    capture = reducer.arrange
+    if follows_plan(reducer) or not isinstance(capture, Capture):
+        return reducer.plan
+    return capture.plan(reducer.plan)
+
+
+def names_of(reducer: Reduces) -> dict[int, str]:
+    """The name of each of the reducer's parameters, by identity."""
+    return {id(param): spec.name for param, spec in zip(reducer.params, reducer.plan.specs, strict=True)}
+
+
+def capture_of(reducer: Reduces) -> Capture:
     """The reducer's capture, made at the first request."""
     if not isinstance(reducer.arrange, Capture):
         reducer.arrange = Capture()

@@ -15,7 +15,7 @@ from torch import fx
 
 from ..plan import BucketCaps, ParamSpec, specs_of
 from ..plan.buckets import DEFAULT_FIRST_CAP_BYTES
-from .backend import active_wrapper, compile_for, cut_and_compile
+from .backend import active_reducer, compile_for, cut_and_compile
 from .guard import guard_on_cuts
 from .parameters import find_parameters
 from .pieces import Captured, Inner
@@ -59,11 +59,10 @@ class DDPOptimizer:
         def inner(part: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
             return self.backend_compile_fn(part, examples, **compiler_configs)
 
-        wrapper = active_wrapper()
-        if wrapper is not None:
-            named = (spec.name for spec in wrapper.reducer.plan.specs)
-            by_name = dict(zip(named, wrapper.reducer.params, strict=True))
-            stitched = compile_for(wrapper, gm, example_inputs, inner, self._caps)
+        reducer = active_reducer()
+        if reducer is not None:
+            by_name = {spec.name: param for spec, param in zip(reducer.plan.specs, reducer.params, strict=True)}
+            stitched = compile_for(reducer, gm, example_inputs, inner, self._caps)
         else:
             by_name = {}
             stitched = self._compile_alone(gm, example_inputs, inner, by_name)

@@ -62,15 +62,20 @@ def compile_pieces(captured: Captured, inner: Inner, spans: Sequence[Span]) -> S
     number = {node: i for i, span in enumerate(spans) for node in operators[span.start : span.stop]}
     # In the original order: pieces that do not depend on each other may still share a random state or a buffer.
     outer = split_module(gm, gm, number.__getitem__, keep_original_order=True, tuple_return=True)
+    inputs = {n.name: v for n, v in zip(gm.graph.find_nodes(op="placeholder"), captured.example_inputs, strict=True)}
     stitched = Stitched(captured.name, captured.inputs_of)
-    by_name = {}
+    by_name: dict[str, Piece] = {}
     for i, span in enumerate(spans):
         part = outer.get_submodule(f"submod_{i}")
         assert isinstance(part, fx.GraphModule), "split_module makes graph modules"
         _inherit(part, gm)
-        detached = _detached(part, span, operators, captured.owners)
-        by_name[f"submod_{i}"] = _compile_piece(part, inner, span, detached, f"{captured.name}, piece {i}")
+        piece = Piece(span, part, part, detached=_detached(part, span, operators, captured.owners))
+        _compile_piece(piece, inner, inputs)
+        by_name[f"submod_{i}"] = piece
     stitched.lay_out(outer, by_name)
+    for i, piece in enumerate(stitched.pieces):
+        if piece.error:
+            _warn_eager(f"{captured.name}, piece {i}", piece)
     return stitched
 
 
@@ -104,18 +109,28 @@ def _detached(part: fx.GraphModule, span: Span, operators: Sequence[fx.Node], ow
     return frozenset(i for i, node in enumerate(placeholders) if node.name in params)
 
 
-def _compile_piece(part: fx.GraphModule, inner: Inner, span: Span, detached: frozenset[int], name: str) -> Piece:
-    examples = [value_of(node) for node in part.graph.find_nodes(op="placeholder")]
-    for i in detached:
+def _compile_piece(piece: Piece, inner: Inner, inputs: Mapping[str, Any]) -> None:
+    """Compile one piece, or note why it stays as it is. `inputs` are the examples that dynamo gave, by name."""
+    from torch._dynamo.exc import RestartAnalysis
+
+    nodes = piece.graph.graph.find_nodes(op="placeholder")
+    examples = [inputs[node.name] if node.name in inputs else value_of(node) for node in nodes]
+    for i in piece.detached:
         examples[i] = examples[i].detach()
     try:
         with tracing(copy.copy(TracingContext.try_get())):
-            return Piece(span, part, inner(part, examples), detached=detached)
+            piece.run = inner(piece.graph, examples)
+    except RestartAnalysis:
+        raise  # no failure: dynamo captures the frame again, on other assumptions
     except Exception as error:
-        reason = f"{type(error).__name__}: {error}".strip().splitlines()[0]
-        warnings.warn(
-            f"{name} ({span.stop - span.start} operators, {len(span.params)} parameters) could not be compiled and "
-            f"runs eagerly; the other pieces stay compiled. {reason}",
-            stacklevel=2,
-        )
-        return Piece(span, part, part, error=reason, detached=detached)
+        lines = f"{type(error).__name__}: {error}".strip().splitlines()
+        piece.error = lines[0]
+
+
+def _warn_eager(name: str, piece: Piece) -> None:
+    operators = piece.span.stop - piece.span.start
+    warnings.warn(
+        f"{name} ({operators} operators, {len(piece.span.params)} parameters) could not be compiled and runs eagerly; "
+        f"the other pieces stay compiled. {piece.error}",
+        stacklevel=2,
+    )

@@ -128,16 +128,15 @@ def fill(
     closed: list[Closing] = []
 
     def make_room(groups: Sequence[Sequence[str]]) -> None:
-        needed: dict[tuple[torch.dtype, str], tuple[str, int]] = {}
+        needed: dict[tuple[torch.dtype, str], int] = {}
         for spec in (specs[name] for group in groups for name in group if not specs[name].sparse):
-            first, num_bytes = needed.get((spec.dtype, spec.device), (spec.name, 0))
-            needed[spec.dtype, spec.device] = first, num_bytes + spec.num_bytes
-        for kind, (first, num_bytes) in needed.items():
+            needed[spec.dtype, spec.device] = needed.get((spec.dtype, spec.device), 0) + spec.num_bytes
+        for kind, num_bytes in needed.items():
             bucket = opened.setdefault(kind, _Open(num_before))
             cap = caps.at(bucket.num_closed)
             if bucket.params and bucket.num_bytes + num_bytes > cap:
-                held = bucket.num_bytes
-                text = f"bucket of {held / MIB:.3f} MiB closes: '{first}' would take it past {cap / MIB:.3f} MiB"
+                held, more = bucket.num_bytes / MIB, num_bytes / MIB
+                text = f"bucket full: it holds {held:.3f} of {cap / MIB:.3f} MiB and the next needs {more:.3f}"
                 closed.append(Closing(bucket.close(), text))
 
     order: dict[str, int] = {}
@@ -149,7 +148,7 @@ def fill(
                 order[name] = len(order)
                 spec = specs[name]
                 if spec.sparse:
-                    closed.append(Closing((name,), f"'{name}' has sparse gradients and travels alone"))
+                    closed.append(Closing((name,), "sparse gradients travel alone"))
                     continue
                 bucket = opened[spec.dtype, spec.device]
                 bucket.params.append(name)

@@ -17,9 +17,10 @@ from torch.utils import _pytree as pytree
 
 from ..ddp.torch_names import TorchNames
 from ..observe import trace
-from .capture import capture_of
+from .capture import capture_of, names_of
 from .split import Span
 
+CUTS = "cuts"  # fact: the pieces compiled so far, as Explanation.to_json gives them
 PIECE_BACKWARD = "piece_backward"  # span: backward of one compiled piece; `graph`, `piece`
 
 
@@ -93,13 +94,17 @@ class Stitched:
             self._told.clear()
         self._told.add(key)
         reducer = wrapper.reducer
-        names = {id(param): spec.name for param, spec in zip(reducer.params, reducer.plan.specs, strict=True)}
+        names = names_of(reducer)
 
         def name_now(name: str) -> str | None:
             slot = self._inputs_of.get(name)
             return name if slot is None else names.get(id(args[slot]))
 
         capture_of(reducer).add(self, [piece.span.renamed(name_now) for piece in self.pieces])
+        if trace.recorder is not None:
+            from .explanation import describe  # draws tables, which a training run need not load
+
+            trace.fact(CUTS, describe(reducer).to_json())
 
     def _run(self, index: int, inputs: Sequence[Any]) -> Any:
         piece = self.pieces[index]

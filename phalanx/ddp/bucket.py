@@ -46,7 +46,8 @@ class LiveBucket:
         tail_rides: bool,
     ) -> None:
         self.index = bucket.index
-        self.is_last = False
+        self.is_last = False  # in the plan; and among the dense ones, which hooks see
+        self.is_last_dense = False
         self.slots = bucket.slots
         self.sparse = bucket.sparse
         self.params = [params[slot.param] for slot in bucket.slots]

@@ -15,6 +15,7 @@ from torch.autograd import Variable
 
 from ..comm.collectives import Collectives, Work
 from ..comm.patience import Patience
+from .frames import untraced
 
 
 class DelayedReduction:
@@ -40,7 +41,7 @@ class DelayedReduction:
             self._lay_out(dtype)
         # Weak, because a parameter's hooks are invisible to the garbage collector.
         on_trigger = weakref.WeakMethod(self._on_trigger)
-        self._handle = trigger.register_post_accumulate_grad_hook(lambda _: _call(on_trigger))
+        self._handle = trigger.register_post_accumulate_grad_hook(untraced(lambda _: _call(on_trigger)))
 
     def _lay_out(self, dtype: torch.dtype) -> None:
         members = [i for i, param in enumerate(self.params) if param.dtype == dtype]
@@ -80,6 +81,7 @@ class DelayedReduction:
         scale = 1.0 / self.collectives.world
         self._works = [self.collectives.all_reduce(flat, scale) for flat in self._flats]
 
+    @untraced
     def finish(self) -> None:
         """Return when the delayed gradients are averaged."""
         works, self._works = self._works, []

@@ -1,7 +1,7 @@
 """Gradients of a distributed backward pass, which live in its context and not on the parameters.
 
 Under `torch.distributed.autograd` autograd calls no hook of a parameter and leaves `.grad` alone. The reducer
-therefore notices such a pass only at its end, and sends every bucket then. Must not know of buckets.
+therefore notices such a pass only at its end, and sends every bucket then.
 """
 
 from __future__ import annotations
@@ -9,11 +9,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..errors import ReductionError
+
+if TYPE_CHECKING:
+    from .reducer import Reducer
 
 
 def current_context() -> int | None:
@@ -69,3 +72,23 @@ class ContextGradients:
                     "for example by adding 0 * parameter.sum() to the loss."
                 )
             gradient.copy_(param.grad)
+
+
+@contextmanager
+def gradients_in_place(reducer: Reducer) -> Iterator[None]:
+    """Inside, gradients are where the reducer looks for them, wherever the backward left them."""
+    remote = None
+    if reducer.context_id is not None and not any(reducer.arrivals.fired):
+        remote = ContextGradients(reducer.context_id, reducer.params)
+    if remote is None or not remote.present:
+        yield
+        return
+    for index in remote.present:
+        reducer.arrivals.fired[index] = 1
+        reducer.bucket_of[index].pending -= 1
+    views, reducer.options.as_views = reducer.options.as_views, False
+    try:
+        with remote.lent():
+            yield
+    finally:
+        reducer.options.as_views = views

@@ -40,6 +40,7 @@ class ShadowTraining(JoinHook):
     def __init__(self, ddp: DistributedDataParallel, divide_by_initial_world_size: bool) -> None:
         super().__init__()
         self._ddp = ddp
+        ddp._has_joined = True
         self._weight = None if divide_by_initial_world_size else 0.0
 
     def main_hook(self) -> None:
@@ -57,3 +58,4 @@ class ShadowTraining(JoinHook):
     def post_hook(self, is_last_joiner: bool) -> None:
         source = common_rank(self._ddp, is_last_joiner)
         self._ddp.replicate_module(source, self._ddp.forward_sync_buffers)
+        self._ddp._authoritative_rank = source

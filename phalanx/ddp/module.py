@@ -26,6 +26,7 @@ from ..errors import CommunicationError, PhalanxError, ReductionError
 from ..observe import trace
 from ..optim.in_backward import InBackward, in_backward_optimizers
 from ..plan import BucketPlan, build_plan, specs_of
+from ..plan.buckets import DEFAULT_CAP_BYTES
 from . import arguments
 from .agreement import verify_same
 from .bucket import LiveBucket
@@ -42,6 +43,7 @@ from .structure import map_tensors, watch
 from .tail import check_weight
 from .torch_in_backward import TorchInBackward, torch_in_backward
 from .torch_names import TorchNames
+from .wrappers import announce
 
 # Made anew by `_assemble`, so not saved with the wrapper.
 _TRANSIENT = frozenset(
@@ -114,9 +116,12 @@ class DistributedDataParallel(TorchNames, torch.nn.Module, Joinable):
             broadcast_buffers, forward_sync_buffers
         )
         arguments.warn_deprecated(check_reduction)
-        self.caps = arguments.choose_caps(bucket_cap_mb, bucket_cap_mb_list)
+        total_bytes = sum(p.numel() * p.element_size() for _, p in managed if p.requires_grad)
+        num_buckets = collectives_for(self.process_group).worthwhile_buckets
+        self.caps = arguments.choose_caps(bucket_cap_mb, bucket_cap_mb_list, total_bytes, num_buckets)
         self.bucket_bytes_cap_list = list(self.caps.caps_bytes) if bucket_cap_mb_list else []
-        self.bucket_bytes_cap = max(self.caps.caps_bytes)
+        default = bucket_cap_mb is None and not bucket_cap_mb_list
+        self.bucket_bytes_cap = DEFAULT_CAP_BYTES if default else max(self.caps.caps_bytes)
         self.find_unused_parameters = find_unused_parameters
         self.gradient_as_bucket_view = arguments.choose_views(gradient_as_bucket_view, mixed_precision)
         self.batched_grad_copy = batched_grad_copy
@@ -165,6 +170,7 @@ class DistributedDataParallel(TorchNames, torch.nn.Module, Joinable):
                 self._reducer.on_flushed.append(self._delayed.launch)
                 self._reducer.on_reduced.append(self._delayed.finish)
         self.patience.board.announce_uncaught()
+        announce(self)
 
     def _make_plan(self, trained: Sequence[tuple[str, torch.nn.Parameter]]) -> BucketPlan:
         specs = specs_of(trained, arguments.sparse_names(self.module))
@@ -347,7 +353,7 @@ class DistributedDataParallel(TorchNames, torch.nn.Module, Joinable):
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Let `hook(state, bucket)` reduce each bucket; once per wrapper, before training."""
         try:
-            check_hook(hook)
+            check_hook(hook, self.device)
         except PhalanxError as error:
             self._log_and_throw(type(error), str(error))
         if self._hook is not None:

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch.autograd import Variable
 
+from .frames import untraced
 from .structure import map_tensors
 
 
@@ -114,6 +115,7 @@ class LowPrecision:
         if self._in_backward:
             self._end_backward()
 
+    @untraced
     def _end_backward(self) -> None:
         self._leave()
         self._low = []

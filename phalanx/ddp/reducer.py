@@ -1,6 +1,6 @@
 """The reducer: turns gradients that appear one by one into means that leave bucket by bucket.
 
-The way of a gradient: autograd accumulates it and calls the parameter's hook (`_hook`); the hook counts its
+The way of a gradient: autograd accumulates it and calls the parameter's hook (`gradient_hooks`); the hook counts its
 bucket down; a full bucket is packed and launched, strictly in plan order (`_launch_ready`); when backward
 ends, `_end` flushes what never filled, waits, and gives every parameter its mean.
 
@@ -10,11 +10,8 @@ Must not know of modules, buffers or process groups.
 
 from __future__ import annotations
 
-import enum
 import warnings
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,28 +24,15 @@ from ..errors import PhalanxError, ReductionError
 from ..plan import BucketPlan, plan_of
 from .arrivals import Arrivals
 from .bucket import LiveBucket, Stage
-from .distributed_autograd import ContextGradients
+from .distributed_autograd import gradients_in_place
+from .frames import untraced
+from .gradient_hooks import Phase, current_backward, gradient_hook, is_final, last_gradient_hook, refusing_hook
 from .observation import Arrange, agree_on_plan, check_static, trigger_of
 from .reduction import AllReduce, Reduction
 from .sparse import pack_sparse, unpack_sparse
 from .tail import Reading, Tail, exact_ranks
 from .timeline import Timeline
-from .verdicts import changed_graph, nothing_left, out_of_step, too_late, unused_everywhere
-
-# The id of the running backward pass, -1 outside. Private, but the only way to tell a nested backward
-# (reentrant checkpointing) from its parent; tests/ddp/test_torch_internals.py notices if it moves.
-_current_backward: Callable[[], int] = torch._C._current_graph_task_id
-
-
-def _is_final(param: torch.Tensor) -> bool:
-    """Whether the gradient stays as it is: a user's hook that runs after ours may still change it."""
-    hooks = param._post_accumulate_grad_hooks
-    return hooks is None or len(hooks) == 1
-
-
-class Phase(enum.Enum):
-    IDLE = enum.auto()
-    REDUCING = enum.auto()
+from .verdicts import nothing_left, out_of_step, too_late, unused_everywhere
 
 
 @dataclass(slots=True)
@@ -106,20 +90,20 @@ class Reducer:
         self.plan = plan
         self.buckets = self._allocate(plan)
         count = len(self.params)
-        self._bucket_of = [self.buckets[0]] * count
-        self._place_of = [0] * count
+        self.bucket_of = [self.buckets[0]] * count
+        self.place_of = [0] * count
         for bucket in self.buckets:
             for place, slot in enumerate(bucket.slots):
-                self._bucket_of[slot.param] = bucket
-                self._place_of[slot.param] = place
+                self.bucket_of[slot.param] = bucket
+                self.place_of[slot.param] = place
         self._unused: list[int] = []
         self._next = 0
-        self._phase = Phase.IDLE
-        self._armed = False
-        self._task = -1
+        self.phase = Phase.IDLE
+        self.armed = False
+        self.task = -1
         self.detach()
         for index, param in enumerate(self.params):
-            self._handles.append(param.register_post_accumulate_grad_hook(self._hook(index)))
+            self._handles.append(param.register_post_accumulate_grad_hook(gradient_hook(self, index)))
         for callback in self.on_adopted:
             callback()
 
@@ -134,6 +118,8 @@ class Reducer:
             tail = Tail(f"{plan.hash}/{bucket.index}", len(bucket.slots), num_late, world, scale)
             live.append(LiveBucket(bucket, plan.specs, self.params, self.reduction.allocate, tail, rides))
         live[-1].is_last = True
+        for bucket in [bucket for bucket in live if not bucket.sparse][-1:]:
+            bucket.is_last_dense = True
         return live
 
     def detach(self) -> None:
@@ -143,13 +129,18 @@ class Reducer:
         self._handles.clear()
 
     @property
+    def settled(self) -> bool:
+        """Whether the plan in force is the one made from the observed order."""
+        return not self.arrivals.observing
+
+    @property
     def hook_name(self) -> str | None:
         """The registered hook, or None where buckets are reduced by all-reduce."""
         return self.reduction.name
 
     def require_idle(self) -> None:
         """Raise unless every backward that began has given out its gradients."""
-        if self._phase is not Phase.IDLE:
+        if self.phase is not Phase.IDLE:
             raise ReductionError(
                 f"rank {self.collectives.rank}: step {self.step}: Expected to have finished reduction, but a backward "
                 "pass has not given out its gradients yet. It raised, or is still running."
@@ -172,67 +163,13 @@ class Reducer:
 
     # -- during backward -----------------------------------------------------------------------
 
-    def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
-        """The parameter's hook. All the Python that runs once a parameter is in here."""
-        # Weak, because a parameter's hooks are invisible to the garbage collector: a strong reference
-        # would keep model, buckets and process group alive for ever.
-        reference = weakref.ref(self)
-        place = self._place_of[index]
-
-        def on_gradient(param: torch.Tensor) -> None:
-            reducer = reference()
-            if reducer is None:
-                return
-            arrivals = reducer.arrivals
-            if reducer._phase is Phase.IDLE:
-                if not reducer._armed:
-                    arrivals.carried[index] = 1
-                    return
-                reducer.begin()
-            if arrivals.observing:
-                arrivals.sequence.append(index)
-            bucket = reducer._bucket_of[index]
-            if arrivals.fired[index]:
-                arrivals.again(index, bucket, reducer.options.as_views)
-                return
-            arrivals.fired[index] = 1
-            if arrivals.often[index] or _current_backward() != reducer._task:
-                # A nested backward may bring this parameter more gradient later in the same pass.
-                bucket.held = arrivals.nested = True
-            elif bucket.large[place]:
-                reducer._large_arrived(bucket, place, param)
-            bucket.pending -= 1
-            if not bucket.pending:
-                reducer._filled(bucket, param)
-
-        return on_gradient
-
-    def _static_hook(self, bucket_index: int) -> Callable[[torch.Tensor], None]:
-        """The only hook of a bucket whose order of gradients is known: it waits for the last one."""
-        reference = weakref.ref(self)
-
-        def on_last_gradient(param: torch.Tensor) -> None:
-            reducer = reference()
-            if reducer is None:
-                return
-            if reducer._phase is Phase.IDLE:
-                if not reducer._armed:
-                    return
-                reducer.begin()
-            bucket = reducer.buckets[bucket_index]
-            bucket.pending -= 1
-            if not bucket.pending:
-                reducer._filled(bucket, param)
-
-        return on_last_gradient
-
     def arm(self, reduce: bool) -> None:
         """A forward has run. If its backward meets a parameter before an output, it is reduced or not."""
-        self._armed = reduce
+        self.armed = reduce
 
     def check_finished(self) -> None:
         """Called outside backward: a pass that raised midway left buckets in flight; take them back."""
-        if self._phase is Phase.REDUCING and _current_backward() == -1:
+        if self.phase is Phase.REDUCING and current_backward() == -1:
             for bucket in self.buckets:
                 if bucket.stage is Stage.LAUNCHED:
                     self._finish(bucket)
@@ -240,28 +177,28 @@ class Reducer:
 
     def begin(self) -> None:
         """A backward that is to be reduced starts. Further calls in the same pass change nothing."""
-        if self._phase is Phase.REDUCING:
+        if self.phase is Phase.REDUCING:
             return
-        self._phase = Phase.REDUCING
-        self._armed = False
-        self._task = _current_backward()
+        self.phase = Phase.REDUCING
+        self.armed = False
+        self.task = current_backward()
         self._next = 0
         self._unused = []
-        self.reduction.begin()
+        self.reduction.begin(shadow=False)
         self.timeline.begin(self.step, self.buckets)
         Variable._execution_engine.queue_callback(self._end)
 
     @torch.no_grad()
-    def _large_arrived(self, bucket: LiveBucket, place: int, param: torch.Tensor) -> None:
-        if not self.arrivals.observing and self.reduction.packs_early and _is_final(param):
+    def large_arrived(self, bucket: LiveBucket, place: int, param: torch.Tensor) -> None:
+        if not self.arrivals.observing and self.reduction.packs_early and is_final(param):
             scale = self.reduction.pack_scale * (1.0 if self.weight is None else self.weight)
             bucket.pack_one(place, scale, self.options.as_views)
 
-    def _filled(self, bucket: LiveBucket, param: torch.Tensor) -> None:
+    def filled(self, bucket: LiveBucket, param: torch.Tensor) -> None:
         self.timeline.filled(bucket.index)
         # Where a nested backward is new, no bucket is safe until the pass has ended.
         surprised = self.arrivals.nested and not self.arrivals.nested_somewhere
-        if not self.arrivals.observing and not surprised and _is_final(param):
+        if not self.arrivals.observing and not surprised and is_final(param):
             self._launch_ready()
 
     def _launch_ready(self) -> None:
@@ -307,7 +244,7 @@ class Reducer:
         if self.arrivals.static_used is not None:
             check_static(bucket, used, self.collectives.rank, self.step)
         if bucket.sparse:
-            pack_sparse(bucket, scale / self.collectives.world)
+            pack_sparse(bucket, scale * self.reduction.sparse_scale)
         elif used is not None or not bucket.pack(scale * self.reduction.pack_scale, self.options.as_views):
             used = bucket.with_gradient(used)
             bucket.pack_some(scale * self.reduction.pack_scale, self.options.as_views, used)
@@ -322,11 +259,12 @@ class Reducer:
 
     # -- end of backward -----------------------------------------------------------------------
 
+    @untraced
     def _end(self) -> None:
         """Runs when the whole backward pass has ended; returns with every gradient averaged."""
         self.timeline.backward_ended()
         try:
-            with self._gradients_in_place():
+            with gradients_in_place(self):
                 for bucket in self.buckets[self._next :]:
                     self._launch(bucket)
                 for callback in self.on_flushed:
@@ -345,25 +283,6 @@ class Reducer:
             self._settle()
         for callback in self.on_reduced:
             callback()
-
-    @contextmanager
-    def _gradients_in_place(self) -> Iterator[None]:
-        """Inside, gradients are where the reducer looks for them: a distributed backward keeps them elsewhere."""
-        remote = None
-        if self.context_id is not None and not any(self.arrivals.fired):
-            remote = ContextGradients(self.context_id, self.params)
-        if remote is None or not remote.present:
-            yield
-            return
-        for index in remote.present:
-            self.arrivals.fired[index] = 1
-            self._bucket_of[index].pending -= 1
-        views, self.options.as_views = self.options.as_views, False
-        try:
-            with remote.lent():
-                yield
-        finally:
-            self.options.as_views = views
 
     def _finish_all(self) -> tuple[int, ...]:
         """Wait for the buckets and give out their means; returns those that must go again.
@@ -403,8 +322,8 @@ class Reducer:
         """Afterwards the body holds the mean; returns a reading unless every rank was healthy."""
         if bucket.stage is Stage.LAUNCHED:
             where = f"step {self.step}, bucket {bucket.index} (first parameter '{bucket.names[0]}')"
-            if bucket.work is not None and bucket.sparse:
-                self.patience.wait(bucket.work, where)
+            if bucket.sparse:
+                self.reduction.finish_sparse(bucket, where)
             else:
                 self.reduction.finish(bucket, where)
             self.reduction.finish_tail(bucket, where)
@@ -439,7 +358,7 @@ class Reducer:
             callback(bucket)
 
     def _close_pass(self) -> None:
-        self._phase = Phase.IDLE
+        self.phase = Phase.IDLE
         self.arrivals.close()
         for bucket in self.buckets:
             bucket.rearm()
@@ -497,7 +416,7 @@ class Reducer:
             trigger = trigger_of(planned, fires)
             bucket.expected = bucket.pending = 0 if trigger is None else trigger.num_fires
             if trigger is not None:
-                hook = self._static_hook(bucket.index)
+                hook = last_gradient_hook(self, bucket.index)
                 self._handles.append(self.params[trigger.param].register_post_accumulate_grad_hook(hook))
 
     def _named(self, indices: Iterable[int]) -> list[tuple[str, torch.nn.Parameter]]:
@@ -505,20 +424,8 @@ class Reducer:
 
     def _refuse(self, named: Iterable[tuple[str, torch.nn.Parameter]], promise: str) -> None:
         """From now on, a gradient for one of these parameters is an error: nobody would reduce it."""
-        reference = weakref.ref(self)
-
-        def refusal(name: str) -> Callable[[torch.Tensor], None]:
-            def on_gradient(_param: torch.Tensor) -> None:
-                reducer = reference()
-                if reducer is not None:
-                    error = changed_graph(f"rank {reducer.collectives.rank}: step {reducer.step}", name, promise)
-                    reducer.patience.board.post_failure(f"{type(error).__name__}: {error}")
-                    raise error
-
-            return on_gradient
-
         for name, param in named:
-            self._handles.append(param.register_post_accumulate_grad_hook(refusal(name)))
+            self._handles.append(param.register_post_accumulate_grad_hook(refusing_hook(self, name, promise)))
 
     # -- for a rank that has run out of inputs -------------------------------------------------
 
@@ -540,7 +447,7 @@ class Reducer:
         """Take part in the others' reduction with nothing to give, and with `shadow_takes` in what they get."""
         self.timeline.begin(self.step, self.buckets)
         self._unused = []
-        self.reduction.begin()
+        self.reduction.begin(shadow=True)
         for bucket in self.buckets:
             self._make_way(bucket)
             self._send_nothing(bucket, weight)

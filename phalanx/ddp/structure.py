@@ -11,6 +11,11 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import PackedSequence
+
+_PACKED = ("data", "sorted_indices", "unsorted_indices")
+
+from .frames import untraced
 
 
 def _local_value(value: Any) -> Any:
@@ -40,6 +45,9 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> A
     """`value` with every tensor changed, in containers of the same types; other objects as they are."""
     if isinstance(value, torch.Tensor):
         return change(value)
+    if isinstance(value, PackedSequence):
+        # Its batch sizes stay on the CPU, whatever happens to the rest.
+        return value._replace(**{name: map_tensors(getattr(value, name), change) for name in _PACKED})
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(map_tensors(item, change) for item in value))
     if isinstance(value, (list, tuple)):
@@ -85,6 +93,7 @@ class _Starter:
         self.on_backward = on_backward
         self.handle: Any = None
 
+    @untraced
     def __call__(self, _grad: torch.Tensor) -> None:
         if self.handle is not None:
             self.handle.remove()

@@ -30,6 +30,9 @@ class TorchNames:
 
     # The wrapper whose forward runs now, and the mark of where its model is cut when it is compiled.
     _active_ddp_module: ClassVar[Any] = None
+    # Where the model at the end of the last join() came from.
+    _authoritative_rank: int | None = None
+    _has_joined = False
     _active_cut_mark: ClassVar[str | None] = None
 
     @property
@@ -179,6 +182,8 @@ class TorchNames:
             "num_parameter_tensors": len(plan.specs),
             "bucket_sizes": sizes,
             "num_buckets_reduced": len(plan.buckets),
+            "is_multi_device_module": ddp.is_multi_device_module,
+            "join_uneven_inputs": self._has_joined,
             "has_sync_bn": any(isinstance(m, torch.nn.SyncBatchNorm) for m in ddp.module.modules()),
             "unused_parameter_size": sum(
                 spec.num_bytes for spec in plan.specs if spec.name in set(reducer.unused_names)

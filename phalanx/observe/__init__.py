@@ -1,0 +1,1 @@
+"""OBSERVE: what a run did, recorded while it trains (`trace`) and shown afterwards (`report`)."""

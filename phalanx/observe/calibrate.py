@@ -148,8 +148,10 @@ class _Compute:
         self._loss, self._wrapped, self._optimizer = target.loss, wrapped, optimizer
         parameters = [parameter for parameter in target.model.parameters() if parameter.requires_grad]
         self._arrived: dict[int, int] = {}
-        for index, parameter in enumerate(parameters):
+        self._hooks = [
             parameter.register_post_accumulate_grad_hook(lambda _, index=index: self._note(index))
+            for index, parameter in enumerate(parameters)
+        ]
         self.count = len(parameters)
         self.forwards: list[int] = []
         self.backwards: list[int] = []
@@ -159,6 +161,12 @@ class _Compute:
 
     def _note(self, index: int) -> None:
         self._arrived[index] = trace.now_ns()
+
+    def close(self) -> None:
+        """Leave the model as it was found: no hooks, and nobody who holds its group."""
+        for hook in self._hooks:
+            hook.remove()
+        del self._wrapped, self._optimizer
 
     def once(self, keep: bool = True) -> None:
         """One step."""
@@ -182,10 +190,18 @@ class _Compute:
 
 
 def measure(worker: Worker, target: Target, optimizer_class: type[torch.optim.Optimizer]) -> Calibration:
-    """On every rank of a fresh world."""
-    alone = [dist.new_group([rank]) for rank in range(worker.world)][worker.rank]
-    wrapped = DistributedDataParallel(target.model, process_group=alone)
+    """On every rank of a fresh world. The target's model has been trained a little afterwards."""
+    groups = [dist.new_group([rank]) for rank in range(worker.world)]
+    wrapped = DistributedDataParallel(target.model, process_group=groups[worker.rank])
     compute = _Compute(target, wrapped, optimizer_class(target.model.parameters()))  # type: ignore[call-arg]
+    try:
+        return _measure(worker, compute)
+    finally:
+        compute.close()
+        dist.destroy_process_group(groups[worker.rank])
+
+
+def _measure(worker: Worker, compute: _Compute) -> Calibration:
     for number in range(_WARMUP + _STEPS):
         dist.barrier()
         compute.once(keep=number >= _WARMUP)

@@ -113,7 +113,7 @@ def tiles(run: Run) -> list[tuple[str, str, str]]:
         found.append(("Throughput", f"{sum(speed):,.0f}", "tokens/s, all ranks"))
     peak = max(_peak(rank) for rank in run.ranks)
     if peak:
-        found.append(("Memory", f"{peak / 1e6:,.0f} MB", "peak of the fullest rank"))
+        found.append(("Memory", f"{peak / 1e6:,.0f} MB", "peak, fullest rank"))
     return found
 
 

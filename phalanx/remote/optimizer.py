@@ -23,7 +23,7 @@ from phalanx.errors import ArgumentTypeError, ConfigError, RemoteError, StateErr
 from phalanx.remote import fanout
 from phalanx.remote.failures import failure_of, step_failure
 from phalanx.remote.fanout import Answers, Owner, Pending
-from phalanx.remote.groups import Changes, Options, PerOwner, agree, merge
+from phalanx.remote.groups import Changes, Ledger, Options, PerOwner, agree, merge
 from phalanx.remote.placement import Group, Share, parse, parse_group, place
 from phalanx.remote.state import Part, StateDict, join, split
 
@@ -63,6 +63,8 @@ class DistributedOptimizer(Optimizer):
         self._numbers = itertools.count(1)
         self._num_accumulated = 0
         self._closed = False
+        # The options of which every owner is known to have been told; None: ask each owner's own ledger.
+        self._told: Ledger | None = None
         self._owners: list[Owner] = []
         owners, defaults = self._create(place(groups))
         self._owners = owners
@@ -190,6 +192,7 @@ class DistributedOptimizer(Optimizer):
             owner.part.positions.append(share.specs[0].positions)
             owner.ledger.append(answers.results[owner.name])
         self._owners += created
+        self._told = None
         self.param_groups.append(self._mirror(number, group))
 
     def state_dict(self) -> StateDict:
@@ -217,6 +220,7 @@ class DistributedOptimizer(Optimizer):
         committed = self._demand("load_state_dict, commit", "commit", lambda owner: ())
         for owner in self._owners:
             owner.note_options(committed[owner.name])
+        self._told = None
         for number, group in enumerate(self.param_groups):
             mirrored = self._mirror(number, Group(None, group["params"]))
             group.clear()
@@ -280,8 +284,12 @@ class DistributedOptimizer(Optimizer):
         """Launch a call on every owner, with changed options on board; take over what they tell."""
         with self._lock:
             self._usable()
-            pendings = [launch(owner, self._changes(owner)) for owner in self._owners]
+            quiet = self._told is not None and not self._told.changes(self.param_groups)
+            telling = None if quiet else Ledger(self.param_groups)
+            pendings = [launch(owner, None if quiet else self._changes(owner)) for owner in self._owners]
         answers = fanout.collect(pendings, timeout_s)
+        if telling is not None and not answers.failures:
+            self._told = telling
         if answers.told:
             with self._lock:
                 for owner, told in answers.told:

@@ -126,12 +126,14 @@ class Packer:
     def _step_bare_sgd(self, gradients: Mapping[Tensor, Tensor]) -> int:
         num_updated = 0
         for group in self.optimizer.param_groups:
-            found = [(param, grad) for param in group["params"] if (grad := gradients.get(param)) is not None]
-            dense = [(param, grad) for param, grad in found if _is_dense(grad)]
-            if dense:
-                params, grads = zip(*dense, strict=True)
-                torch._foreach_add_(params, grads, alpha=-group["lr"])
-            num_updated += len(dense)
+            params: list[Tensor] = group["params"]
+            grads = list(map(gradients.get, params))
+            if any(grad is None for grad in grads):
+                params = [param for param, grad in zip(params, grads, strict=True) if grad is not None]
+                grads = [grad for grad in grads if grad is not None]
+            if params:
+                torch._foreach_add_(params, grads, alpha=-group["lr"])  # type: ignore[arg-type]
+            num_updated += len(params)
         return num_updated
 
     def _gather_packed(self, gradients: Mapping[Tensor, Tensor]) -> list[tuple[_Pack, list[Tensor]]]:

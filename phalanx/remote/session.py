@@ -13,6 +13,7 @@ import datetime
 import json
 import os
 import threading
+import warnings
 from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
@@ -87,6 +88,12 @@ def init(
 
     Raises ConfigError, on every rank where the mistake is one of agreement, before RPC starts.
     """
+    # Not public, but the only trace of sessions that were started past us.
+    if rpc._init_counter:
+        raise ConfigError(
+            f"{name}: RPC was started before in this process, and RRefs stay bound to its first session. "
+            "Start it once a process."
+        )
     own = find_interface(interface)
     rank, world_size = _number("rank", rank, "RANK"), _number("world_size", world_size, "WORLD_SIZE")
     options = options or rpc.TensorPipeRpcBackendOptions(_transports=_TRANSPORTS)
@@ -119,7 +126,10 @@ def _start(
     _MEETING.append(store)
     options.init_method = f"{_SCHEME}://"
     try:
-        rpc.init_rpc(session.name, rank=rank, world_size=world_size, rpc_backend_options=options)
+        with warnings.catch_warnings():
+            # Torch warns of the way in which its own RPC makes a gloo group.
+            warnings.filterwarnings("ignore", "You are using a Backend", UserWarning)
+            rpc.init_rpc(session.name, rank=rank, world_size=world_size, rpc_backend_options=options)
     except RuntimeError as error:
         raise RemoteError(f"{session.name} (rank {rank} of {world_size}): RPC did not start: {error}") from error
     finally:
@@ -170,17 +180,10 @@ def _introduce(store: dist.Store, name: str, rank: int, world_size: int, trusted
     """Let every rank know every other before RPC starts; raise on all ranks what they do not agree on."""
     # Stores may be used for several sessions in turn, and all ranks take part in each.
     turn = store.add(f"{_SCHEME}/turn/{rank}", 1)
-    # Torch puts its keys under the number of RPC starts of each process, and hangs when processes differ.
-    mine = {
-        "name": name,
-        "network": network_identity(),
-        "trusted": trusted_network,
-        "starts": rpc._init_counter,
-    }
+    mine = {"name": name, "network": network_identity(), "trusted": trusted_network}
     store.set(f"{_SCHEME}/{turn}/{rank}", json.dumps(mine))
     everyone = [json.loads(store.get(f"{_SCHEME}/{turn}/{other}")) for other in range(world_size)]
     store.set(f"{_SCHEME}/{turn}/{rank}/read", "")
-    rpc._init_counter = max(other["starts"] for other in everyone)
     disagreement = _disagreement(everyone)
     if disagreement is not None:
         # Rank 0 takes the store with it, and the others still have to read why.

@@ -17,5 +17,11 @@ class ShadowStep(JoinHook):
         super().__init__()
         self._zero = zero
 
+        self._wrapper = zero.wrapper
+        if self._wrapper is not None:
+            self._wrapper.reducer.shadow_takes = True
+
     def main_hook(self) -> None:
-        self._zero.step()
+        # A forward under no_sync() is followed by no step.
+        if self._wrapper is None or self._wrapper.require_forward_param_sync:
+            self._zero.shadow_step()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..observe import trace
+from .scattered import ScatteredGradient
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -47,12 +48,12 @@ class MemoryReport:
         return "\n".join(lines)
 
 
-def report_memory(engine: Engine) -> MemoryReport:
-    """Ask every rank. Every rank calls it and gets the same report."""
+def report_memory(engine: Engine, bucket_bytes: int) -> MemoryReport:
+    """Ask every rank; `bucket_bytes` are gradients in buckets. Every rank calls it and gets the same report."""
     params = engine.roster.params
     device = params[0].device
     state = engine.local.num_state_bytes
-    gradients = sum(_bytes(param.grad) for param in params if param.grad is not None)
+    gradients = bucket_bytes + sum(_gradient_bytes(param) for param in params)
     parameters = sum(_bytes(param) for param in params)
     mine = torch.tensor([state, gradients, parameters], dtype=torch.int64, device=device)
     everyone = torch.zeros(3 * engine.collectives.world, dtype=torch.int64, device=device)
@@ -62,6 +63,13 @@ def report_memory(engine: Engine) -> MemoryReport:
     report = MemoryReport(ranks, RankMemory(sum(row.state for row in ranks), trained, parameters))
     trace.fact(trace.MEMORY, {"state": state, "gradients": gradients, "parameters": parameters})
     return report
+
+
+def _gradient_bytes(param: torch.Tensor) -> int:
+    grad = param.grad
+    if isinstance(grad, ScatteredGradient):
+        grad = grad.pending
+    return 0 if grad is None else _bytes(grad)
 
 
 def _bytes(tensor: torch.Tensor) -> int:

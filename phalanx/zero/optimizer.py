@@ -7,7 +7,6 @@ This class is thin on purpose: who owns what is decided in `plan.shards`, held a
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,15 +16,18 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from ..comm.patience import Patience
 from ..comm.torch_backend import collectives_for
 from ..ddp.arguments import choose_group
-from ..errors import ConfigError, PhalanxError, StateError
+from ..ddp.module import DistributedDataParallel
+from ..ddp.wrappers import known_wrappers
+from ..errors import ConfigError, PhalanxError, ReductionError, StateError
 from . import step_hooks
-from .clipping import clip_gradients
+from .clipping import clip_gradients, clip_slices
 from .engine import Engine, Transport
 from .join import ShadowStep
 from .kinds import check_class, choose_partition
 from .loading import check_states, check_structure, install
 from .memory import MemoryReport, report_memory
-from .roster import Roster, check_params
+from .overlap import Overlap
+from .roster import check_params
 
 
 class NotConsolidated(PhalanxError, RuntimeError):
@@ -43,6 +45,11 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
     `partition` says how parameters are divided: "element" cuts them into equal slices, for optimizers that act
     element by element; "parameter" gives whole ones to ranks; "auto" takes the former where it is right.
     With `stage=2` gradients that a rank does not own are freed: `step` leaves no `.grad` behind.
+
+    With `overlap_with_ddp=True` backward itself reduces, steps and gathers, bucket by bucket, in the
+    phalanx.DistributedDataParallel that wraps the parameters, made before or after; calling `step` is then allowed
+    but does nothing more. `step_in_backward=False` leaves the stepping to `step`, so that gradients can be clipped
+    or unscaled first.
     """
 
     def __init__(
@@ -55,12 +62,15 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         *,
         stage: int = 1,
         partition: str = "auto",
+        step_in_backward: bool | None = None,
         **defaults: Any,
     ) -> None:
         listed = check_params(params)
         check_class(optimizer_class)
         if stage not in (1, 2):
             raise ConfigError(f"stage must be 1 (state divided) or 2 (gradients too), got {stage!r}.")
+        if step_in_backward is not None and not overlap_with_ddp:
+            raise ConfigError("step_in_backward has a meaning only with overlap_with_ddp=True. Leave it out.")
         self.initialized = False
         torch.optim.Optimizer.__init__(self, listed, defaults)
         Joinable.__init__(self)
@@ -73,11 +83,15 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         self.global_rank = dist.get_rank()
         choice = choose_partition(optimizer_class, partition, self.world_size, defaults)
         self.partition, self.partition_reason = choice.partition, choice.reason
-        self._engine = Engine(
-            optimizer_class, defaults, self.param_groups, choice, transport, self.parameters_as_bucket_view
-        )
+        as_views = self.parameters_as_bucket_view and not overlap_with_ddp
+        self._engine = Engine(optimizer_class, defaults, self.param_groups, choice, transport, as_views)
         self._consolidated: dict[int, Any] | None = None
+        self._hook_arguments: tuple[tuple[Any, ...], dict[str, Any]] = ((self,), {})
+        self._num_updates_seen = 0
+        self._overlap: Overlap | None = None
         self.initialized = True
+        if overlap_with_ddp:
+            self._overlap = Overlap(self._engine, stage, step_in_backward is not False, self._bracket_update)
 
     @property
     def optim(self) -> torch.optim.Optimizer:
@@ -96,6 +110,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         Returns what the closure returned, if there is one. Keywords go to the optimizer's own `step`.
         """
         Join.notify_join_context(self)
+        if self._overlap is not None and self._overlap.in_backward:
+            return self._confirm_update(self._overlap, closure, kwargs)
         with torch.autograd.profiler.record_function("Optimizer.step#ZeroRedundancyOptimizer.step"):
             # A derived class that has its own step is wrapped with the hooks by torch.
             if type(self).step is not ZeroRedundancyOptimizer.step:
@@ -113,11 +129,42 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         engine.local.pull(self.param_groups)
         self._consolidated = None
         engine.has_state = True
-        result = engine.partition.step(engine.local, closure, kwargs)
+        if self._overlap is None:
+            result = engine.partition.step(engine.local, closure, kwargs)
+        else:
+            result = _evaluate(closure)
+            self._overlap.step(kwargs)
         engine.local.push(self.param_groups)
         if self.stage == 2:
             self.zero_grad()
         return result
+
+    def _confirm_update(self, overlap: Overlap, closure: Any, kwargs: dict[str, Any]) -> Any:
+        """`step` where backward steps: raises if it cannot have done what is asked for."""
+        if kwargs:
+            raise ConfigError(
+                f"step() was given {sorted(kwargs)}, but the step has been made during backward. Make the optimizer with "
+                "step_in_backward=False."
+            )
+        loss = _evaluate(closure)
+        if overlap.reducer and overlap.num_updates == self._num_updates_seen:
+            overlap.refuse_unreduced()
+        self._num_updates_seen = overlap.num_updates
+        return loss
+
+    def _bracket_update(self, begins: bool) -> dict[str, Any]:
+        """An update begins or ends in the midst of backward; returns the keywords for the optimizer's step."""
+        if begins:
+            args, kwargs = self._hook_arguments = step_hooks.before(self, (self,), {})
+            self._engine.local.pull(self.param_groups)
+            self._engine.has_state = True
+            self._consolidated = None
+            return dict(kwargs)
+        self._engine.local.push(self.param_groups)
+        # Schedulers look here for whether there was a step before theirs.
+        self._opt_called = True
+        step_hooks.after(self, *self._hook_arguments)
+        return {}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, at any time; every rank calls it. State that exists is divided anew with the rest."""
@@ -138,11 +185,21 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
 
         Exact however gradients are divided. Every rank calls it and gets the same number.
         """
-        return clip_gradients(self._all_params, max_norm, norm_type, error_if_nonfinite)
+        overlap = self._overlap
+        if overlap is not None and overlap.in_backward:
+            raise ReductionError(
+                "clip_grad_norm_() comes too late: the step has been made during backward. Make the optimizer with "
+                "step_in_backward=False."
+            )
+        if overlap is None or overlap.windows is None:
+            return clip_gradients(self._all_params, max_norm, norm_type, error_if_nonfinite)
+        slices = overlap.windows.owned()
+        return clip_slices(slices, max_norm, norm_type, error_if_nonfinite, self._engine.transport)
 
     def memory(self) -> MemoryReport:
         """Bytes of state, gradients and parameters on each rank, and without sharding. Every rank calls it."""
-        return report_memory(self._engine)
+        scatter = None if self._overlap is None else self._overlap.scatter
+        return report_memory(self._engine, 0 if scatter is None else scatter.num_bytes)
 
     # -- state ---------------------------------------------------------------------------------
 
@@ -211,6 +268,22 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
 
     # -- uneven inputs -------------------------------------------------------------------------
 
+    @property
+    def wrapper(self) -> DistributedDataParallel | None:
+        """The latest phalanx.DistributedDataParallel that reduces parameters of this optimizer, if there is one."""
+        index_of = self._engine.roster.index_of
+        for wrapper in known_wrappers():
+            if wrapper._reducer is not None and any(param in index_of for param in wrapper._reducer.params):
+                return wrapper
+        return None
+
+    def shadow_step(self) -> None:
+        """Step this rank's part with the others, without inputs of its own; for ranks that have joined."""
+        self.step()
+        if self.wrapper is not None:
+            # What was given to this rank belongs to this step only; the others clear theirs themselves.
+            self.zero_grad()
+
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """What a rank does that has run out of inputs: it goes on stepping its part."""
         return ShadowStep(self)
@@ -228,6 +301,13 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
     def __repr__(self) -> str:
         lines = super().__repr__()
         return f"{lines[:-1].rstrip()}\npartition: {self.partition} ({self.partition_reason}), stage {self.stage}\n)"
+
+
+def _evaluate(closure: Any) -> Any:
+    if not callable(closure):
+        return None
+    with torch.enable_grad():
+        return closure()
 
 
 def _transport(group: dist.ProcessGroup) -> Transport:

@@ -11,6 +11,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,6 +21,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from phalanx.comm.hierarchical import hosts
@@ -175,14 +178,18 @@ def _raise(_: PhalanxProcessGroup) -> None:
 
 
 def _pause(_: PhalanxProcessGroup) -> None:
-    # A child continues what stops itself.
-    pid = os.getpid()
-    if os.fork() == 0:
-        time.sleep(0.2)
-        os.kill(pid, signal.SIGCONT)
-        os._exit(0)
-    os.kill(pid, signal.SIGSTOP)
-    os.wait()
+    # Somebody else has to continue what is stopped.
+    command = f"sleep 0.2; kill -CONT {os.getpid()}"
+    with subprocess.Popen(["sh", "-c", command]):
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _leave(group: PhalanxProcessGroup) -> None:
+    # As another thread would, which has to wait until the collective under way has given up.
+    threading.Thread(target=group.shutdown).start()
+    watch = _team(group).watch
+    while watch.broken is None:
+        time.sleep(0.001)
 
 
 _ACTIONS: dict[Fault, Callable[[PhalanxProcessGroup], None]] = {
@@ -192,7 +199,7 @@ _ACTIONS: dict[Fault, Callable[[PhalanxProcessGroup], None]] = {
     Fault.PAUSE: _pause,
     Fault.SLOW: lambda _: time.sleep(0.05),
     Fault.ABORT: lambda group: group.abort(),
-    Fault.LEAVE: lambda group: group.gateway.engine.leave(CommunicationError("leaving")),
+    Fault.LEAVE: _leave,
 }
 
 

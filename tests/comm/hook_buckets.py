@@ -30,7 +30,9 @@ HALF = Layout(((32, 24), (24,)), dtype=torch.bfloat16)
 DOUBLE = Layout(((20, 30), (3, 5)), dtype=torch.float64)
 COMPLEX = Layout(((16, 20), (9,)), dtype=torch.complex64)
 EMPTY = Layout(((0, 4), (0,)))
-MIXED = (MATRICES, HALF, DOUBLE, COMPLEX, IMAGES, EMPTY, WIDE)
+# Large enough for the transports' ways of moving large tensors.
+LARGE = Layout(((400, 250), (250,)))
+MIXED = (MATRICES, HALF, DOUBLE, COMPLEX, LARGE, IMAGES, EMPTY, WIDE)
 
 
 def make_bucket(layout: Layout, index: int = 0, is_last: bool = True, named: bool = True) -> GradBucket:

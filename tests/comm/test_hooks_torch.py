@@ -21,7 +21,6 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
     quantization_hooks,
 )
 
-import phalanx.comm.shm.backend  # noqa: F401  # makes the backend known on every rank
 from phalanx.comm.hooks import PowerSGDState, adopt_hook, check_hook, hook_result
 from phalanx.comm.hooks import powerSGD_hook as own_power_sgd_hook
 from tests.cluster import run_ranks

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import inspect
 import os
 import sys
 import tempfile
+import textwrap
 import unittest
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -25,6 +27,7 @@ import torch.nn.parallel.distributed
 
 import phalanx
 from tests.torch_suite.cpu_for_cuda import cpu_for_cuda
+from tests.torch_suite.left_out import SMALLER
 
 # The file's decorators are evaluated for a world of this size; the tests themselves ask again.
 _LARGEST_WORLD = "4"
@@ -97,7 +100,19 @@ def unskipped(name: str) -> Any:
 
 @cache
 def _case_class(module: ModuleType) -> Any:
-    return type("TorchCase", (module.TestDistBackend, module.DistributedTest._DistTestBase), {})
+    base = module.DistributedTest._DistTestBase
+    smaller = {name: _resized(module, getattr(base, name), *sizes) for name, sizes in SMALLER.items()}
+    return type("TorchCase", (module.TestDistBackend, base), smaller)
+
+
+def _resized(module: ModuleType, method: Callable[..., Any], large: str, small: str) -> Callable[..., Any]:
+    """The test with one of its sizes replaced in its text."""
+    text = textwrap.dedent(inspect.getsource(method))
+    assert text.count(large) == 1, f"{method.__name__} has {text.count(large)} times {large!r}"
+    namespace = dict(vars(module))
+    exec(text.replace(large, small), namespace)
+    resized: Callable[..., Any] = namespace[method.__name__]
+    return resized
 
 
 @contextlib.contextmanager

@@ -10,13 +10,11 @@ import json
 import math
 import sys
 import time
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 import phalanx
 from phalanx.cli.demo.gpt import GPT, GPTShape, next_token_loss
@@ -28,7 +26,7 @@ MARK = "@demo "
 PROMPT = 'The "for" statement'
 _CALIBRATION_STEPS = 12
 _TELL_EVERY = 5
-_EVALUATED_PIECES = 64
+_EVALUATED_PIECES = 128
 _EVALUATIONS = 8
 
 
@@ -42,7 +40,7 @@ class Settings:
     num_layers: int = 4
     context: int = 64
     batch_size: int = 8
-    learning_rate: float = 4e-3
+    learning_rate: float = 3e-3
     sample_length: int = 320
 
 
@@ -56,8 +54,13 @@ class Training:
         shape = GPTShape(len(self.text.characters), settings.context, settings.width, settings.num_layers, 4)
         self.gpt = GPT(shape).to(worker.device)
         self.model = phalanx.DistributedDataParallel(self.gpt, gradient_as_bucket_view=True)
-        self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.99), weight_decay=0.01
+        self.optimizer = phalanx.ZeroRedundancyOptimizer(
+            self.model.parameters(),
+            torch.optim.AdamW,
+            overlap_with_ddp=True,
+            lr=settings.learning_rate,
+            betas=(0.9, 0.99),
+            weight_decay=0.01,
         )
         # Each rank reads other places of the same text.
         self.generator = torch.Generator().manual_seed(1000 + worker.rank)
@@ -93,12 +96,13 @@ class Training:
 
     def memory(self) -> dict[str, int]:
         """Bytes by kind on this rank, and what the optimizer would hold unsharded."""
-        parameters = list(self.gpt.parameters())
-        held = [value for state in self.optimizer.state.values() for value in state.values()]
+        found = self.optimizer.memory()
+        mine = found.ranks[self.worker.rank]
         return {
-            "parameters": _tensor_bytes(parameters),
-            "state": _tensor_bytes([value for value in held if isinstance(value, Tensor)]),
-            "unsharded_state": 2 * _tensor_bytes(parameters),
+            "state": mine.state,
+            "unsharded_state": found.unsharded.state,
+            "gradients": mine.gradients,
+            "parameters": mine.parameters,
         }
 
     def replicas_identical(self) -> bool:
@@ -148,7 +152,7 @@ def run(worker: Worker, settings: Settings) -> None:
     )
     if worker.is_first:
         prompt = training.text.encode(PROMPT)
-        sample = training.gpt.continue_text(prompt, settings.sample_length, temperature=0.7)
+        sample = training.gpt.continue_text(prompt, settings.sample_length, temperature=0.55)
         tell(event="sample", text=training.text.decode(sample))
     dist.barrier()
 
@@ -197,10 +201,6 @@ def _tell_step(
         hidden=training.model.stats().overlap,
         resident=trace.resident_bytes(),
     )
-
-
-def _tensor_bytes(values: Iterable[Tensor]) -> int:
-    return sum(value.numel() * value.element_size() for value in values)
 
 
 def main(arguments: str) -> None:

@@ -311,7 +311,10 @@ class HierarchicalEngine(Engine):
     def close(self) -> None:
         if self._sentinel is not None:
             self._sentinel.close()
-        self._leads = None  # gloo closes its connections when let go of
+        if self._leads is not None:
+            # What has been sent still arrives. Gloo itself closes its connections when nothing refers
+            # to it any more, which may be much later.
+            self._leads.cut()
         self._team.close()
 
     def abandon(self) -> None:

@@ -74,6 +74,7 @@ class DeviceBackends:
 
     def shutdown(self) -> None:
         """Close every connection."""
+        self._lines.cut()
         for backend in self._made.values():
             backend.shutdown()
 

@@ -11,6 +11,11 @@ from .memory import process_memory
 from .reduction import Reduction
 
 
+def _real(tensor: torch.Tensor) -> torch.Tensor:
+    """Complex numbers travel as pairs of reals."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
 class ShmCollectives(Collectives):
     """Collectives of one phalanx group, on tensors of the processor.
 
@@ -19,6 +24,7 @@ class ShmCollectives(Collectives):
 
     fuses_scale = True
     names_failures = True
+    worthwhile_buckets = 1
 
     def __init__(self, group: dist.ProcessGroup, gateway: Gateway) -> None:
         self.group = group
@@ -35,16 +41,16 @@ class ShmCollectives(Collectives):
 
     def all_reduce(self, tensor: torch.Tensor, scale: float = 1.0) -> Work:
         """Replace `tensor` on every rank by scale × the sum over ranks."""
-        return self._gateway.all_reduce((tensor,), Reduction.SUM, scale, blocking=False)
+        return self._gateway.all_reduce((_real(tensor),), Reduction.SUM, scale, blocking=False)
 
     def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, scale: float = 1.0) -> Work:
         """Give rank r the r-th equal slice of scale × the sum of `input`."""
-        return self._gateway.reduce_scatter((output,), (input,), Reduction.SUM, scale, blocking=False)
+        return self._gateway.reduce_scatter((_real(output),), (_real(input),), Reduction.SUM, scale, blocking=False)
 
     def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Work:
         """Fill the r-th equal slice of `output` with rank r's `input`."""
-        return self._gateway.all_gather((output,), (input,), blocking=False)
+        return self._gateway.all_gather((_real(output),), (_real(input),), blocking=False)
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> Work:
         """Replace `tensor` on every rank by that of rank `source`."""
-        return self._gateway.broadcast(tensor, source, blocking=False)
+        return self._gateway.broadcast(_real(tensor), source, blocking=False)

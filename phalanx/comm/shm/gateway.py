@@ -220,7 +220,8 @@ class Gateway:
             self._is_open = False
             reason = CommunicationError(
                 f"rank {self.name}: the process group was destroyed before the collective had "
-                "finished. Wait for every work before destroying the group."
+                "finished. Wait for every work before destroying the group.",
+                (self.name,),
             )
             self.engine.leave(reason)
             self.lane.close(reason)
@@ -230,6 +231,8 @@ class Gateway:
 
     def abandon(self) -> None:
         """Give up the group in a forked child, without a word to the other ranks."""
+        if not self._is_open:
+            return
         self._is_open = False
         reason = CommunicationError(
             f"a process group of rank {self.name} was used in a forked child. "

@@ -92,7 +92,7 @@ function timelineTraces(shown) {
   const traces = new Map(KINDS.map(([kind, shade]) => [kind, {
     type: "bar", orientation: "h", name: kind, base: [], x: [], y: [], width: [], text: [], customdata: [],
     marker: { color: colour(shade), line: { width: 0.6, color: colour("card") } },
-    textposition: "inside", insidetextanchor: "middle", constraintext: "none", cliponaxis: true,
+    textposition: "inside", insidetextanchor: "middle", textangle: 0, constraintext: "none", cliponaxis: true,
     hovertemplate: "%{customdata}<extra></extra>",
   }]));
   const filled = { mode: "markers", name: "bucket filled", x: [], y: [], customdata: [], hovertemplate: "%{customdata}<extra></extra>",

@@ -1,0 +1,229 @@
+"""How long does a training step take with phalanx's ZeroRedundancyOptimizer, compared with torch's?
+
+Two ranks, each with one compute thread, Adam. Every contender trains its own copy of the model on the same data,
+in the same processes, a block of steps in turn: torch's optimizer behind torch's DDP on gloo (parameters in bucket
+views, its faster setting), and ours behind ours, overlapped with backward and alone, on gloo and on shared memory.
+*Update* is the time of `step()` alone, on gradients that are there. State is that of the rank with the most of it,
+against the total divided by the ranks; peak memory is measured in processes of their own, from before the
+model was built. DeepSpeed is left out unless it is installed.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
+
+import phalanx
+from bench import ranks
+from bench.measure import Samples, interleave, peak_memory, ratio, reset_peak_memory
+from bench.models import CASES, Batch, Case
+from bench.table import Result, Row, options, present
+from phalanx.launch.worker import Worker
+from phalanx.zero import ZeroRedundancyOptimizer
+
+TORCH = "torch"
+OURS = "phalanx"
+MODELS = ("gpt-5m", "gpt-30m")
+TARGETS = {"phalanx": 0.6, "gloo": 0.85}
+BLOCK_S = 0.1
+
+Step = Callable[[], None]
+
+
+class Lopsided(nn.Module):
+    """One embedding with 80 % of the elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(4000, 200)
+        self.layers = nn.Sequential(nn.Linear(200, 400), nn.ReLU(), nn.Linear(400, 200), nn.Linear(200, 200))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.layers(self.table(rows))
+        return out
+
+
+def _lopsided_batch(generator: torch.Generator) -> Batch:
+    return (torch.randint(4000, (16,), generator=generator),)
+
+
+def _lopsided_loss(model: nn.Module, given: Batch) -> torch.Tensor:
+    loss: torch.Tensor = model(given[0]).square().mean()
+    return loss
+
+
+LOPSIDED = Case("lopsided", "one embedding with 80 % of the elements", Lopsided, _lopsided_batch, _lopsided_loss)
+
+
+def _case(name: str) -> Case:
+    return LOPSIDED if name == LOPSIDED.name else CASES[name]
+
+
+def contender(name: str, case: Case, rank: int, groups: dict[str, Any]) -> tuple[Any, Step, Step]:
+    """The optimizer, a function that trains for one step, and one that only updates."""
+    torch.manual_seed(0)
+    model = case.build()
+    if name == TORCH:
+        wrapped: nn.Module = nn.parallel.DistributedDataParallel(model, process_group=groups["gloo"])
+        optimizer: Any = TorchZero(
+            wrapped.parameters(),
+            torch.optim.Adam,
+            process_group=groups["gloo"],
+            parameters_as_bucket_view=True,
+            lr=1e-4,
+        )
+    else:
+        backend, overlaps = name.split("/")
+        wrapped = phalanx.DistributedDataParallel(model, process_group=groups[backend])
+        optimizer = ZeroRedundancyOptimizer(
+            wrapped.parameters(),
+            torch.optim.Adam,
+            process_group=groups[backend],
+            parameters_as_bucket_view=True,
+            overlap_with_ddp=overlaps == "overlapped",
+            lr=1e-4,
+        )
+    generator = torch.Generator().manual_seed(100 + rank)
+    batches = [case.batch(generator) for _ in range(4)]
+    count = 0
+
+    def step() -> None:
+        nonlocal count
+        optimizer.zero_grad(set_to_none=True)
+        case.loss(wrapped, batches[count % len(batches)]).backward()
+        optimizer.step()
+        count += 1
+
+    return optimizer, step, optimizer.step
+
+
+def _groups(backends: list[str]) -> dict[str, Any]:
+    return {backend: dist.new_group(backend=backend) for backend in backends}
+
+
+def time_case(worker: Worker, case: str, names: list[str], num_rounds: int, only_update: bool) -> Any:
+    """On each rank: milliseconds by contender and round, and the bytes of state of each optimizer."""
+    torch.set_num_threads(1)
+    groups = _groups(sorted({"gloo", *(name.split("/")[0] for name in names if name != TORCH)}))
+    built = {name: contender(name, _case(case), worker.rank, groups) for name in names}
+    steps = {}
+    for name, (_, step, update) in built.items():
+        for _ in range(3):
+            step()
+        steps[name] = update if only_update else step
+    samples = interleave(steps, num_rounds, _steps_in_a_block(steps[TORCH]), dist.barrier)
+    state = {name: _state_bytes(optimizer) for name, (optimizer, _, _) in built.items()}
+    return {"ms": {name: found.ms for name, found in samples.items()}, "state": state}
+
+
+def _steps_in_a_block(step: Step) -> int:
+    dist.barrier()
+    started = time.perf_counter()
+    for _ in range(2):
+        step()
+    guess = torch.tensor([(time.perf_counter() - started) / 2])
+    dist.all_reduce(guess, dist.ReduceOp.MAX)  # every rank must take the same number of steps
+    return max(1, round(BLOCK_S / guess.item()))
+
+
+def _state_bytes(optimizer: Any) -> int:
+    held = [value for state in optimizer.optim.state.values() for value in state.values()]
+    return sum(value.numel() * value.element_size() for value in held if isinstance(value, torch.Tensor))
+
+
+def weigh_case(worker: Worker, case: str, name: str) -> int:
+    """On each rank: the peak of resident bytes while training, above what the process held before."""
+    torch.set_num_threads(1)
+    groups = _groups([name.split("/")[0] if name != TORCH else "gloo"])
+    warm = nn.Linear(8, 8)
+    warm(torch.ones(1, 8)).sum().backward()
+    reset_peak_memory()
+    before = peak_memory()
+    _, step, _ = contender(name, _case(case), worker.rank, groups)
+    for _ in range(6):
+        step()
+    return peak_memory() - before
+
+
+def _samples(by_rank: list[Any], name: str) -> Samples:
+    # A step has ended when its slowest rank has.
+    return Samples(tuple(map(max, zip(*(found["ms"][name] for found in by_rank), strict=True))))
+
+
+def _timing_rows(case: str, backends: list[str], num_rounds: int, only_update: bool) -> list[Row]:
+    kinds = ("alone",) if only_update else ("overlapped", "alone")
+    names = [TORCH, *(f"{backend}/{kind}" for backend in backends for kind in kinds)]
+    arguments = {"case": case, "names": names, "num_rounds": num_rounds, "only_update": only_update}
+    by_rank = ranks.run(2, "bench.zero:time_case", arguments)
+    theirs = _samples(by_rank, TORCH)
+    rows = []
+    for name in names[1:]:
+        backend, kind = name.split("/")
+        ours = _samples(by_rank, name)
+        share = ratio(ours, theirs)
+        what = "update" if only_update else "step"
+        target = TARGETS[backend] if kind == "overlapped" or only_update else None
+        title = f"{case}: {what}, {kind}, {_words(backend)}"
+        rows.append(Row(title, ours.median, theirs.median, share.median, share.low, share.high, target=target))
+    if not only_update:
+        rows.append(_state_row(case, by_rank, names[1]))
+    return rows
+
+
+def _words(backend: str) -> str:
+    return "shared memory" if backend == "phalanx" else backend
+
+
+def _state_row(case: str, by_rank: list[Any], name: str) -> Row:
+    ours, theirs = ([found["state"][one] for found in by_rank] for one in (name, TORCH))
+    mean = sum(ours) / len(ours)
+    note = f"largest rank over the mean: ours {max(ours) / mean:.3f}, torch {max(theirs) * len(theirs) / sum(theirs):.3f}"
+    share = max(ours) / max(theirs)
+    return Row(
+        f"{case}: state, largest rank", max(ours) / 1e6, max(theirs) / 1e6, share, share, share, unit="MB", note=note
+    )
+
+
+def _memory_row(case: str, name: str) -> Row:
+    held = {
+        one: statistics.mean(ranks.run(2, "bench.zero:weigh_case", {"case": case, "name": one}))
+        for one in (name, TORCH)
+    }
+    share = held[name] / held[TORCH]
+    title = f"{case}: peak memory, {name.split('/')[1]}, {_words(name.split('/')[0])}"
+    return Row(title, held[name] / 1e6, held[TORCH] / 1e6, share, share, share, unit="MB", target=1.0)
+
+
+def measure(cases: list[str], num_rounds: int, with_memory: bool) -> Result:
+    """The whole comparison."""
+    backends = [one for one in ("phalanx", "gloo") if one in dist.Backend.backend_list]
+    result = Result("zero", __doc__.splitlines()[0] if __doc__ else "", OURS, TORCH)
+    for case in cases:
+        result.rows += _timing_rows(case, backends, num_rounds, only_update=False)
+        if case != LOPSIDED.name:
+            result.rows += _timing_rows(case, backends, num_rounds, only_update=True)
+        if with_memory and case != LOPSIDED.name:
+            result.rows += [_memory_row(case, f"{backend}/overlapped") for backend in backends]
+    return result
+
+
+def main() -> None:
+    parser = options("phalanx ZeroRedundancyOptimizer beside torch's, two ranks, Adam")
+    parser.add_argument("--case", action="append", choices=[*MODELS, LOPSIDED.name], help="only these models")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--no-memory", action="store_true", help="leave peak memory out")
+    parsed = parser.parse_args()
+    rounds = 3 if parsed.quick else parsed.rounds
+    cases = parsed.case or [*MODELS, LOPSIDED.name]
+    present(measure(cases, rounds, not (parsed.no_memory or parsed.quick)), parsed)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""`explain`: what was cut in a model, or would be.
+
+A model that has not been compiled yet is captured on example inputs without its wrapper's forward, so nothing is
+communicated and nothing of the model changes.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from ..ddp.module import DistributedDataParallel
+from ..ddp.torch_names import TorchNames
+from ..plan import BucketCaps, BucketPlan, build_plan, specs_of
+from .backend import phalanx_backend
+from .capture import Capture
+from .explanation import Explanation, describe
+
+_serial = itertools.count()
+
+
+def explain(
+    model: torch.nn.Module, *inputs: Any, compiler: Any = "inductor", caps: BucketCaps | None = None, **kwargs: Any
+) -> Explanation:
+    """What backend "phalanx" has made of `model`, or would make of it on these inputs.
+
+    A wrapper that has been compiled and run is described as it is, and `inputs` are not used. Otherwise the
+    model is compiled by `compiler` and run forward once; parameters, buffers and random state stay as they are.
+    Without a wrapper, `caps` take the place of the wrapper's.
+    """
+    model = getattr(model, "_orig_mod", model)
+    if isinstance(model, DistributedDataParallel):
+        capture = model.reducer.arrange
+        if isinstance(capture, Capture) and capture.runs:
+            return describe(model.reducer)
+        pretended = _Pretended(list(model.reducer.params), model.reducer.plan)
+        model = model.module
+    else:
+        named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+        plan = build_plan(specs_of(named), caps)
+        pretended = _Pretended([param for _, param in named], plan)
+    module = getattr(model, "_orig_mod", model)
+    compiled = torch.compile(module, backend=phalanx_backend, options={"compiler": compiler})
+    with _unchanged(module), torch.enable_grad(), _active(pretended):
+        compiled(*inputs, **kwargs)
+    return describe(pretended)
+
+
+class _Pretended:
+    """Stands for wrapper and reducer while a model is captured only to be looked at."""
+
+    settled = False
+
+    def __init__(self, params: list[torch.nn.Parameter], plan: BucketPlan) -> None:
+        self.params = params
+        self.plan = plan
+        # One of its own, so that dynamo never takes what is compiled here for training.
+        self.cut_mark = f"explain {next(_serial)}"
+        self.arrange: Any = None
+
+    @property
+    def reducer(self) -> _Pretended:
+        return self
+
+
+@contextmanager
+def _active(pretended: _Pretended) -> Iterator[None]:
+    before = TorchNames._active_ddp_module, TorchNames._active_cut_mark
+    TorchNames._active_ddp_module, TorchNames._active_cut_mark = pretended, pretended.cut_mark
+    try:
+        yield
+    finally:
+        TorchNames._active_ddp_module, TorchNames._active_cut_mark = before
+
+
+@contextmanager
+def _unchanged(module: torch.nn.Module) -> Iterator[None]:
+    """Buffers and random state are afterwards what they were."""
+    buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+    devices = {p.device.index for p in module.parameters() if p.device.type == "cuda"}
+    with torch.random.fork_rng(devices=[index for index in devices if index is not None]):
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for buffer, saved in buffers:
+                    buffer.copy_(saved)

@@ -1,0 +1,157 @@
+"""This rank's slices of the scattered gradients: which memory they are in, and whose they are.
+
+A parameter whose `.grad` is a `ScatteredGradient` has its mean here, in pieces; one whose `.grad` is None has none,
+whatever the memory holds. What a user did not zero is carried over and added to the next mean, as `.grad` would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ..ddp.bucket import LiveBucket
+from ..errors import ReductionError
+from .engine import Engine
+from .scatter import ScatterReduction
+from .scattered import ScatteredGradient, take_pending
+from .shard import LivePiece, Shard
+
+# No optimizer has a state of this name.
+_PARKED = "gradient between two divisions"
+
+
+class GradientWindows:
+    """The slices for the shards of one plan, in the memory of `buckets` or apart from it."""
+
+    def __init__(
+        self, engine: Engine, shards: Sequence[Shard], buckets: Sequence[LiveBucket], scatter: ScatterReduction
+    ) -> None:
+        self._engine = engine
+        self._shards = shards
+        self._scatter = scatter
+        self._gradients: list[list[torch.Tensor]] = []
+        self._pieces: dict[int, list[tuple[LivePiece, torch.Tensor]]] = {}
+        for shard, bucket in zip(shards, buckets, strict=True):
+            memory, origin = scatter.window(bucket)
+            gradients = [_view(piece, shard, memory, origin) for piece in shard.pieces]
+            self._gradients.append(gradients)
+            for piece, gradient in zip(shard.pieces, gradients, strict=True):
+                self._pieces.setdefault(piece.index, []).append((piece, gradient))
+        params = engine.roster.params
+        index_of = engine.roster.index_of
+        self._numbers = [[index_of[param] for param in bucket.params] for bucket in buckets]
+        trained = [number for numbers in self._numbers for number in numbers]
+        self._markers = {number: ScatteredGradient(params[number], number, self) for number in trained}
+        self._carried: dict[int, list[torch.Tensor]] = {}
+
+    # -- a backward ----------------------------------------------------------------------------
+
+    def begin(self, shadow: bool) -> None:
+        """Before new gradients arrive: remember the means that the user has not zeroed."""
+        self._carried = {}
+        for number in self._markers:
+            param = self._engine.roster.params[number]
+            if take_pending(param) and not shadow:
+                if self._scatter.forgets:
+                    raise ReductionError(
+                        f"{self._engine.roster.names[number]} still has the gradient of the last step, which stage=2 has "
+                        "freed, so that another cannot be added to it. Call zero_grad() before each step's backward."
+                    )
+                self._carried[number] = [gradient.clone() for _, gradient in self._pieces.get(number, ())]
+
+    def release(self, bucket: LiveBucket) -> None:
+        """The bucket has left: local gradients are in it, and need no memory of their own."""
+        for number, param in zip(self._numbers[bucket.index], bucket.params, strict=True):
+            if param.grad is not None:
+                param.grad = self._markers[number]
+
+    def receive(self, bucket: LiveBucket, factor: float, usage: Sequence[int] | None) -> None:
+        """The mean is there: give it to the pieces of parameters that any rank used, and mark those."""
+        if factor != 1.0:
+            self._scatter.own(bucket).mul_(factor)
+        for place, number in enumerate(self._numbers[bucket.index]):
+            used = usage is None or usage[place] > 0
+            carried = self._carried.pop(number, None)
+            for k, (piece, gradient) in enumerate(self._pieces.get(number, ())):
+                if carried is not None:
+                    gradient.add_(carried[k]) if used else gradient.copy_(carried[k])
+                piece.tensor.grad = gradient if used or carried is not None else None
+            if used or carried is not None:
+                bucket.params[place].grad = self._markers[number]
+
+    # -- another division ----------------------------------------------------------------------
+
+    def park(self) -> None:
+        """Before parameters are divided anew: let the means travel with the optimizer's state."""
+        if self._scatter.forgets:
+            return
+        params, state = self._engine.roster.params, self._engine.optim.state
+        for number in self._markers:
+            if isinstance(params[number].grad, ScatteredGradient):
+                self._engine.has_state = True
+                for piece, gradient in self._pieces.get(number, ()):
+                    state[piece.tensor][_PARKED] = gradient
+
+    def unpark(self) -> None:
+        """Afterwards, in the windows of the new division: take the means out of the state again."""
+        params, state = self._engine.roster.params, self._engine.optim.state
+        for number, marker in self._markers.items():
+            old = params[number].grad
+            if isinstance(old, ScatteredGradient):
+                marker.pending = old.pending
+                params[number].grad = marker
+            for piece, gradient in self._pieces.get(number, ()):
+                mine = state.get(piece.tensor)
+                if mine is not None and _PARKED in mine:
+                    gradient.copy_(mine.pop(_PARKED))
+                    if not mine:
+                        del state[piece.tensor]
+
+    # -- afterwards ----------------------------------------------------------------------------
+
+    def arm(self) -> None:
+        """Before a step apart from backward: give pieces the gradients that the parameters still have."""
+        for number in self._markers:
+            grad = self._engine.roster.params[number].grad
+            if grad is not None and (not isinstance(grad, ScatteredGradient) or grad.pending is not None):
+                raise ReductionError(
+                    f"{self._engine.roster.names[number]} has a gradient that no backward has reduced. Run the last "
+                    "backward of each step outside no_sync(), and leave `.grad` alone."
+                )
+            for piece, gradient in self._pieces.get(number, ()):
+                piece.tensor.grad = None if grad is None else gradient
+
+    def owned(self) -> list[torch.Tensor]:
+        """The owned slices of all gradients that there are."""
+        params = self._engine.roster.params
+        return [
+            piece.owned(gradient)
+            for number, pairs in self._pieces.items()
+            if isinstance(params[number].grad, ScatteredGradient)
+            for piece, gradient in pairs
+        ]
+
+    def zero_slices(self, numbers: Sequence[int]) -> None:
+        """Set the slices of these parameters to zero."""
+        for number in numbers:
+            for _, gradient in self._pieces.get(number, ()):
+                gradient.zero_()
+
+    def unscale_slices(self, numbers: Sequence[int], found_inf: torch.Tensor, inverse_scale: torch.Tensor) -> None:
+        """What a GradScaler does, on slices; every rank hears if one of them found an infinite number."""
+        if self._scatter.used_at_once:
+            raise ReductionError(
+                "the gradients were used during backward, before they could be unscaled. Make the optimizer with "
+                "step_in_backward=False to use a GradScaler."
+            )
+        slices = [piece.owned(grad) for number in numbers for piece, grad in self._pieces.get(number, ())]
+        if slices:
+            torch._amp_foreach_non_finite_check_and_unscale_(slices, found_inf, inverse_scale)
+        work = self._engine.collectives.all_reduce(found_inf)
+        self._engine.transport.patience.wait(work, "asking whether any gradient is infinite")
+
+
+def _view(piece: LivePiece, shard: Shard, memory: torch.Tensor, origin: int) -> torch.Tensor:
+    offset = shard.offset_of[piece.piece.param] - origin
+    return piece.shaped(memory[offset + piece.piece.begin : offset + piece.piece.end])

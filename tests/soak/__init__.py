@@ -1,0 +1,1 @@
+"""Long runs that draw faults at random, from a seed, and stop after a bounded time."""
