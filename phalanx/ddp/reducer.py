@@ -118,8 +118,8 @@ class Reducer:
             tail = Tail(f"{plan.hash}/{bucket.index}", len(bucket.slots), num_late, world, scale)
             live.append(LiveBucket(bucket, plan.specs, self.params, self.reduction.allocate, tail, rides))
         live[-1].is_last = True
-        for bucket in [bucket for bucket in live if not bucket.sparse][-1:]:
-            bucket.is_last_dense = True
+        for last in [bucket for bucket in live if not bucket.sparse][-1:]:
+            last.is_last_dense = True
         return live
 
     def detach(self) -> None:
