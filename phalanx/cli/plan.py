@@ -8,11 +8,14 @@ from rich.table import Table
 from torch import nn
 
 from phalanx.cli.console import bytes_in_words, console
+from phalanx.comm.collectives import Collectives
+from phalanx.comm.shm.direct import ShmCollectives
+from phalanx.ddp.arguments import choose_caps, sparse_names
 from phalanx.errors import ConfigError
 from phalanx.launch.worker import threads_for
 from phalanx.observe.calibrate import MOST_RANKS, calibrate, optimizer_state_bytes, resolve
 from phalanx.observe.predict import ASSUMPTIONS, Calibration, Network, fewest_hosts, memory_rows, predict_step
-from phalanx.plan.buckets import MIB, BucketCaps, BucketPlan, build_plan
+from phalanx.plan.buckets import BucketPlan, build_plan
 from phalanx.plan.params import specs_of
 
 _SHOWN_BUCKETS = 24
@@ -52,7 +55,10 @@ def command(
         raise ConfigError(f"{uneven} ranks cannot be spread evenly over {hosts} hosts. Choose a multiple.")
     optimizer_class = _optimizer(optimizer)
     built = resolve(target)
-    plan = plan_model(built.model, bucket_cap_mb)
+    together = all(over == 1 for over in spread.values())
+    on_cpu = all(parameter.is_cpu for parameter in built.model.parameters())
+    shared = together and on_cpu and backend in (None, "phalanx")
+    plan = plan_model(built.model, bucket_cap_mb, (ShmCollectives if shared else Collectives).worthwhile_buckets)
     console().print(_plan_table(plan))
     state = optimizer_state_bytes(built.model.parameters(), optimizer_class)
     console().print(_memory_table(built.model, plan, state, wanted, bucket_view, optimizer))
@@ -68,18 +74,16 @@ def command(
     return 0
 
 
-def plan_model(model: nn.Module, bucket_cap_mb: float | None) -> BucketPlan:
-    """The plan that DistributedDataParallel would start with."""
+def plan_model(
+    model: nn.Module, bucket_cap_mb: float | None, num_buckets: int = Collectives.worthwhile_buckets
+) -> BucketPlan:
+    """The plan that DistributedDataParallel would start with on a transport that likes `num_buckets`."""
     trainable = [(name, value) for name, value in model.named_parameters() if value.requires_grad]
     if not trainable:
         raise ConfigError("the model has no parameter that requires a gradient: there is nothing to plan")
-    sparse = [
-        f"{name}.weight" if name else "weight"
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
-    ]
-    caps = None if bucket_cap_mb is None else BucketCaps((min(MIB, cap := int(bucket_cap_mb * MIB)), cap))
-    return build_plan(specs_of(trainable, sparse), caps)
+    total_bytes = sum(value.numel() * value.element_size() for _, value in trainable)
+    caps = choose_caps(bucket_cap_mb, None, total_bytes, num_buckets)
+    return build_plan(specs_of(trainable, sparse_names(model)), caps)
 
 
 def _optimizer(name: str) -> type[torch.optim.Optimizer]:

@@ -20,6 +20,8 @@ from types import TracebackType
 
 import torch.distributed as dist
 
+from ..errors import CommunicationError
+
 _POLL_S = 0.05
 
 
@@ -47,6 +49,11 @@ class Blackboard:
         if sys.excepthook is not _announce:
             _previous.append(sys.excepthook)
             sys.excepthook = _announce
+
+    def post_error(self, error: BaseException, doing: str = "") -> None:
+        """Leave `error` for the others, unless it only says that another rank failed."""
+        if not isinstance(error, CommunicationError):
+            self.post_failure(f"{type(error).__name__}{doing}: {error}")
 
     def post_failure(self, message: str) -> None:
         """Leave this rank's own message for the others; later posts of the same rank are ignored."""
@@ -76,6 +83,23 @@ class Blackboard:
         except (RuntimeError, OSError):
             pass
         return sorted(found, key=lambda failure: failure.when)
+
+    def raise_alarm(self) -> None:
+        """Make every rank that waits for a collective look up and answer the roll."""
+        with contextlib.suppress(RuntimeError, OSError):
+            self._store.set("alarm", str(self.rank))
+
+    def calm(self) -> None:
+        """Everybody answered: the alarm is over."""
+        with contextlib.suppress(RuntimeError, OSError):
+            self._store.delete_key("alarm")
+
+    def is_alarmed(self) -> bool:
+        """Whether some rank's collective failed, or a rank said that it did."""
+        try:
+            return bool(self._store.check(["alarm"])) or bool(self.failures())
+        except (RuntimeError, OSError):
+            return True  # the store is gone, and its host with it
 
     def exchange(self, occasion: str, text: str, wait_s: float) -> dict[int, str]:
         """What each rank says on `occasion`, as far as it comes within `wait_s`; all ranks call this."""
@@ -119,5 +143,5 @@ _previous: list[Callable[..., None]] = []
 def _announce(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
     """The process is about to end with `error`: tell the other ranks, then do what was done before."""
     for board in list(_watched):
-        board.post_failure(f"{kind.__name__}: {error}")
+        board.post_error(error)
     (_previous[-1] if _previous else sys.__excepthook__)(kind, error, where)

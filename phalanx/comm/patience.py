@@ -55,10 +55,11 @@ class Patience:
                 work.wait(_SLICE)
                 return
             except RuntimeError as error:
-                if work.is_completed() or time.monotonic() - started > self._timeout_s:
-                    raise self.explain(error, where) from error
-                if self.board.failures():
-                    raise self.explain(error, where) from error
+                silent = time.monotonic() - started > self._timeout_s
+                if work.is_completed():
+                    raise self.explain(error, where, silent or _is_timeout(error)) from error
+                if silent or self.board.is_alarmed():
+                    raise self.explain(error, where, silent) from error
 
     def wait_future(self, future: torch.futures.Future[Any], where: str) -> Any:
         """The future's value; its failure is explained as a collective's is."""
@@ -66,19 +67,21 @@ class Patience:
         future.add_done_callback(lambda _: finished.set())
         started = time.monotonic()
         while not finished.wait(_SLICE.total_seconds()):
-            if self.board.failures() or time.monotonic() - started > self._timeout_s:
-                raise self.explain(TimeoutError("the future never completed"), where)
+            silent = time.monotonic() - started > self._timeout_s
+            if silent or self.board.is_alarmed():
+                raise self.explain(TimeoutError("the future never completed"), where, silent)
         try:
             return future.value()
         except CommunicationError as error:
             raise type(error)(f"{where}: {error}", error.ranks) from error
         except RuntimeError as error:
             failed = self.board.failures() or _is_transport(error)
-            raise (self.explain(error, where) if failed else error) from error
+            raise (self.explain(error, where, _is_timeout(error)) if failed else error) from error
 
-    def explain(self, error: BaseException, where: str) -> CommunicationError:
+    def explain(self, error: BaseException, where: str, timed_out: bool) -> CommunicationError:
         """The error to raise in place of the transport's own, after asking who is still there."""
         me = f"rank {self._collectives.rank}: {where}"
+        self.board.raise_alarm()
         posted = self.board.failures()
         missing = () if posted else self.board.roll_call("failure", _ROLL_CALL_S)
         posted = posted or self.board.failures()
@@ -87,15 +90,21 @@ class Patience:
             return PeerFailure(f"{me}: rank {first.rank} failed first: {first.message}", [first.rank])
         words = " ".join(str(error).split())
         if not missing:
+            self.board.calm()
             return CommunicationError(f"{me}: the collective failed though every rank answers: {words}")
         who = ", ".join(map(str, missing))
-        if "imed out" in words or "timeout" in words.lower() or isinstance(error, TimeoutError):
+        if timed_out:
             return CollectiveTimeout(
                 f"{me}: no answer from rank {who} within the group's time limit of {self._timeout_s:.0f} s. "
                 f"Look at what that rank was doing, or give the group a longer timeout. ({words})",
                 missing,
             )
-        return PeerFailure(f"{me}: rank {who} died or left the group. Look at its log. ({words})", missing)
+        return PeerFailure(f"{me}: rank {who} died, left the group or hangs. Look at its log. ({words})", missing)
+
+
+def _is_timeout(error: BaseException) -> bool:
+    """Whether a transport says that it gave up waiting."""
+    return "imed out" in str(error) or "timeout" in str(error).lower()
 
 
 def _is_transport(error: RuntimeError) -> bool:

@@ -82,7 +82,8 @@ class Capture:
         closings = [Closing(piece, "an earlier compilation was cut here") for piece in known]
         new = [[name for name in group.params if name not in self._owned] for group in groups]
         pieces = [[group for group in new if group]]
-        return closings + fill(pieces, _by_name(plan), caps, 0 if is_last else 1)
+        layers = {name: group.layer for group in groups for name in group.params}
+        return closings + fill(pieces, _by_name(plan), caps, 0 if is_last else 1, layers)
 
     def plan(self, plan: BucketPlan) -> BucketPlan:
         """The plan that the pieces make of the first one: as settled, before that as backward should complete them."""

@@ -52,6 +52,21 @@ def without_gradient(operators: Sequence[Node]) -> list[bool]:
     return found
 
 
+def repeated_layers(operators: Sequence[Node]) -> list[str]:
+    """For each operator, the outermost module around it of a kind that the model has several of; "" if none.
+
+    Modules as the capture recorded them: from the outermost in, each a path and a class.
+    """
+    stacks: list[list[tuple[str, Any]]] = [list((n.meta.get("nn_module_stack") or {}).values()) for n in operators]
+    paths: dict[tuple[int, Any], set[str]] = {}
+    for stack in stacks:
+        for depth, (path, kind) in enumerate(stack):
+            paths.setdefault((depth, kind), set()).add(path)
+    return [
+        next((path for depth, (path, kind) in enumerate(stack) if len(paths[depth, kind]) > 1), "") for stack in stacks
+    ]
+
+
 def mutated_by(node: Node) -> list[Node]:
     """The nodes whose values the node changes in place."""
     target = node.target

@@ -26,15 +26,19 @@ from torch.fx import Node
 
 from ..plan import BucketCaps, ParamSpec
 from ..plan.buckets import MIB
-from .operators import Obstacles, without_gradient
+from .operators import Obstacles, repeated_layers, without_gradient
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Parameters, by name, whose gradients are complete once backward has passed operator `position`."""
+    """Parameters, by name, whose gradients are complete once backward has passed operator `position`.
+
+    `layer` names the module around the operator, where the model repeats modules of its kind.
+    """
 
     position: int
     params: tuple[str, ...]
+    layer: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +73,7 @@ class Span:
     def renamed(self, new_name: Callable[[str], str | None]) -> Span:
         """The same piece for other parameters; those without a new name are left out."""
         groups = [
-            Group(group.position, tuple(new for name in group.params if (new := new_name(name)) is not None))
+            replace(group, params=tuple(new for name in group.params if (new := new_name(name)) is not None))
             for group in self.groups
         ]
         return replace(self, groups=tuple(group for group in groups if group.params))
@@ -93,22 +97,36 @@ def completions(
     by_position: dict[int, list[str]] = {}
     for name, position in first_use.items():
         by_position.setdefault(position, []).append(name)
+    layers = repeated_layers(operators)
     return [
-        Group(position, tuple(sorted(by_position[position], key=rank.__getitem__)))
+        Group(position, tuple(sorted(by_position[position], key=rank.__getitem__)), layers[position])
         for position in sorted(by_position, reverse=True)
     ]
 
 
 class _Open:
-    """The open bucket of one dtype and device."""
+    """The open bucket of one dtype and device, and where in it the current layer begins."""
 
     def __init__(self, num_closed: int) -> None:
         self.params: list[str] = []
         self.num_bytes = 0
         self.num_closed = num_closed
+        self.layer = ""
+        self._seam = self._seam_bytes = 0
 
-    def close(self) -> tuple[str, ...]:
-        params, self.params, self.num_bytes = tuple(self.params), [], 0
+    def add(self, spec: ParamSpec, layer: str) -> None:
+        if layer != self.layer:
+            self.layer, self._seam, self._seam_bytes = layer, len(self.params), self.num_bytes
+        self.params.append(spec.name)
+        self.num_bytes += spec.num_bytes
+
+    def close(self, cap_bytes: int = 0, layer: str = "") -> tuple[str, ...]:
+        """Close the bucket; before `layer`, of which it holds a part, if more than half of the cap is left then."""
+        whole = not layer or layer != self.layer or 2 * self._seam_bytes <= cap_bytes
+        kept, held = (len(self.params), self.num_bytes) if whole else (self._seam, self._seam_bytes)
+        params, self.params = tuple(self.params[:kept]), self.params[kept:]
+        self.num_bytes -= held
+        self._seam = self._seam_bytes = 0
         self.num_closed += 1
         return params
 
@@ -118,41 +136,46 @@ def fill(
     specs: Mapping[str, ParamSpec],
     caps: BucketCaps,
     num_before: int = 0,
+    layers: Mapping[str, str] | None = None,
 ) -> list[Closing]:
     """Buckets for pieces of groups of parameters, all in ready order; in the order in which they are full.
 
     A bucket closes before the piece that would take it past its cap, inside a piece before such a group.
     A group is never divided: it travels alone if it is larger than the cap. `num_before` buckets exist already.
+    Where `layers` are given by parameter, a bucket rather closes before a whole layer, if it is more than half
+    full then: pieces that are equal layers are compiled only once.
     """
+    layers = layers or {}
     opened: dict[tuple[torch.dtype, str], _Open] = {}
     closed: list[Closing] = []
 
-    def make_room(groups: Sequence[Sequence[str]]) -> None:
+    def make_room(groups: Sequence[Sequence[str]], layer: str = "") -> None:
         needed: dict[tuple[torch.dtype, str], int] = {}
         for spec in (specs[name] for group in groups for name in group if not specs[name].sparse):
             needed[spec.dtype, spec.device] = needed.get((spec.dtype, spec.device), 0) + spec.num_bytes
         for kind, num_bytes in needed.items():
             bucket = opened.setdefault(kind, _Open(num_before))
             cap = caps.at(bucket.num_closed)
-            if bucket.params and bucket.num_bytes + num_bytes > cap:
-                held, more = bucket.num_bytes / MIB, num_bytes / MIB
-                text = f"bucket full: it holds {held:.3f} of {cap / MIB:.3f} MiB and the next needs {more:.3f}"
-                closed.append(Closing(bucket.close(), text))
+            while bucket.params and bucket.num_bytes + num_bytes > cap:
+                params = bucket.close(cap, layer)
+                held = sum(specs[name].num_bytes for name in params) / MIB
+                what = "layer" if bucket.params else "operator"
+                text = f"bucket full: it holds {held:.3f} of {cap / MIB:.3f} MiB and the next {what} does not fit"
+                closed.append(Closing(params, text))
+                cap = caps.at(bucket.num_closed)
 
     order: dict[str, int] = {}
     for piece in pieces:
         make_room(piece)
         for group in piece:
-            make_room([group])
+            make_room([group], layers.get(group[0], ""))
             for name in group:
                 order[name] = len(order)
                 spec = specs[name]
                 if spec.sparse:
                     closed.append(Closing((name,), "sparse gradients travel alone"))
                     continue
-                bucket = opened[spec.dtype, spec.device]
-                bucket.params.append(name)
-                bucket.num_bytes += spec.num_bytes
+                opened[spec.dtype, spec.device].add(spec, layers.get(group[0], ""))
     rest = "the last bucket of its kind closes"
     closed += [Closing(bucket.close(), rest) for bucket in opened.values() if bucket.params]
     return sorted(closed, key=lambda closing: order[closing.params[-1]])

@@ -100,7 +100,7 @@ def refusing_hook(owner: Reducer, name: str, promise: str) -> Callable[[torch.Te
         reducer = reference()
         if reducer is not None:
             error = changed_graph(f"rank {reducer.collectives.rank}: step {reducer.step}", name, promise)
-            reducer.patience.board.post_failure(f"{type(error).__name__}: {error}")
+            reducer.patience.board.post_error(error)
             raise error
 
     return untraced(on_gradient)

@@ -241,7 +241,7 @@ class DistributedDataParallel(TorchNames, torch.nn.Module, Joinable):
 
     @untraced
     def _post_failure(self, error: Exception) -> None:
-        self.patience.board.post_failure(f"{type(error).__name__} in forward: {error}")
+        self.patience.board.post_error(error, " in forward")
 
     @untraced
     def _before_forward(self, inputs: Any, kwargs: Any) -> tuple[Any, Any]:

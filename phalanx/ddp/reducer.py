@@ -272,7 +272,7 @@ class Reducer:
                 for index in self._finish_all():
                     self._reduce_again(self.buckets[index])
         except PhalanxError as error:
-            self.patience.board.post_failure(f"{type(error).__name__}: {error}")
+            self.patience.board.post_error(error)
             raise
         finally:
             self.timeline.end()

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-_PACKED = ("data", "sorted_indices", "unsorted_indices")
-
 from .frames import untraced
+
+_PACKED = ("data", "sorted_indices", "unsorted_indices")
 
 
 def _local_value(value: Any) -> Any:

@@ -7,10 +7,13 @@ warnings go to the trace. A worker never outlives the agent that started it.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import faulthandler
+import io
 import json
 import os
+import re
 import runpy
 import signal
 import socket
@@ -149,11 +152,13 @@ def _record_failure(error: BaseException) -> None:
 
 
 def _show(error: BaseException) -> None:
-    hook = sys.excepthook
-    if hook.__module__ == "torch.distributed.distributed_c10d":
-        # torch's hook puts the rank before every line; our logs do so already.
-        hook = sys.__excepthook__
-    hook(type(error), error, _without_our_frames(error).__traceback__)
+    # The hooks are called whatever they print: one may tell the peers. Torch's puts the rank before every
+    # line, as our logs do already.
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        sys.excepthook(type(error), error, _without_our_frames(error).__traceback__)
+    sys.stderr.write(re.sub(r"^\[rank\d+\]: ?", "", said.getvalue(), flags=re.MULTILINE))
+    sys.stderr.flush()
 
 
 def is_consequence(error: BaseException) -> bool:

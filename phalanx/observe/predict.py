@@ -42,7 +42,8 @@ def memory_rows(plan: BucketPlan, other_bytes: int, state_bytes: int, world: int
     """DDP, ZeRO-1 and ZeRO-2 side by side.
 
     `other_bytes` are buffers and frozen parameters, `state_bytes` what the optimizer holds for all
-    parameters. Without `bucket_view`, gradients are held twice: as `.grad` and in the buckets.
+    parameters. Without `bucket_view`, gradients are held twice: as `.grad` and in the buckets. ZeRO-2 steps
+    in backward: buckets share the memory of two, one that travels and one that fills.
     """
     if world < 1:
         raise ConfigError(f"a world has at least one rank, got {world}")
@@ -51,10 +52,11 @@ def memory_rows(plan: BucketPlan, other_bytes: int, state_bytes: int, world: int
     sliced = sum(slice_numel(b.numel, world) * b.dtype.itemsize for b in plan.buckets)
     share = sliced / gradients if gradients else 1.0
     held = gradients if bucket_view else 2 * gradients
+    largest = max((bucket.num_bytes for bucket in plan.buckets), default=0)
     return [
         MemoryRow("DDP", parameters, held, state_bytes),
         MemoryRow("ZeRO-1", parameters, held, round(state_bytes * share)),
-        MemoryRow("ZeRO-2", parameters, held - gradients + sliced, round(state_bytes * share)),
+        MemoryRow("ZeRO-2", parameters, min(len(plan.buckets), 2) * largest, round(state_bytes * share)),
     ]
 
 

@@ -49,6 +49,7 @@ FORMAT_VERSION = 1
 FLUSH_INTERVAL_S = 0.25
 
 now_ns = time.perf_counter_ns
+_encode = json.JSONEncoder(separators=(",", ":"), default=str).encode
 _thread_id = threading.get_ident
 
 recorder: Recorder | None = None
@@ -102,7 +103,7 @@ class Recorder:
         with self._flush_lock:
             lines = []
             while self._events:
-                lines.append(json.dumps(self._events.popleft(), separators=(",", ":"), default=str))
+                lines.append(_encode(self._events.popleft()))
             if lines and self._descriptor >= 0:
                 self._write("\n".join(lines) + "\n")
 

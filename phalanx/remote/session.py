@@ -12,6 +12,7 @@ import contextlib
 import datetime
 import json
 import os
+import socket
 import threading
 import warnings
 from collections.abc import Iterator
@@ -45,20 +46,29 @@ class Session:
     """RPC as started by `init`. Leaving it as a context shuts RPC down: gracefully, waiting for all
     workers, unless an exception is on its way out."""
 
-    def __init__(self, name: str, interface: Interface, store: dist.Store) -> None:
+    def __init__(self, name: str, interface: Interface) -> None:
         self.name = name
         self.interface = interface
-        self._store: dist.Store | None = store
+        self._running = True
+        # Rank 0's end of the meeting, so that it can be closed: torch keeps the store that uses it for good.
+        self._listener: socket.socket | None = None
 
     def shutdown(self, graceful: bool = True, timeout_s: float = 0.0) -> None:
         """Stop RPC on this worker. Graceful waits for every worker to do the same; use
         `graceful=False` when one of them has died. `timeout_s` of 0 waits without limit."""
-        if self._store is None:
+        if not self._running:
             return
+        self._running = False
         try:
             rpc.shutdown(graceful=graceful, timeout=timeout_s)
         finally:
-            self._store = None
+            self._stop_listening()
+
+    def _stop_listening(self) -> None:
+        if self._listener is not None:
+            self._listener.shutdown(socket.SHUT_RDWR)
+            self._listener.close()
+            self._listener = None
 
     def __enter__(self) -> Session:
         return self
@@ -104,12 +114,16 @@ def init(
         )
     with _LOCK:
         before = listening()
-        if store is None:
-            store = _make_store(own, rank, world_size, options.rpc_timeout)
-        _introduce(store, name, rank, world_size, trusted_network)
-        session = Session(name, own, store)
-        with _environment(TP_SOCKET_IFNAME=own.name, GLOO_SOCKET_IFNAME=own.name):
-            _start(session, store, rank, world_size, options)
+        session = Session(name, own)
+        try:
+            if store is None:
+                store = _make_store(session, rank, world_size, options.rpc_timeout)
+            _introduce(store, name, rank, world_size, trusted_network)
+            with _environment(TP_SOCKET_IFNAME=own.name, GLOO_SOCKET_IFNAME=own.name):
+                _start(session, store, rank, world_size, options)
+        except BaseException:
+            session._stop_listening()
+            raise
         strangers = {address for address, _ in listening() - before} - {own.address}
     if strangers:
         session.shutdown(graceful=False)
@@ -138,14 +152,14 @@ def _start(
 
 
 def _hand_over(url: str, **_: Any) -> Iterator[tuple[dist.Store, int, int]]:
-    # Popped, since init_rpc keeps this generator until its next call: rank 0's store would go on listening.
     yield _MEETING.pop(), -1, -1
 
 
 register_rendezvous_handler(_SCHEME, _hand_over)
 
 
-def _make_store(own: Interface, rank: int, world_size: int, timeout_s: float) -> dist.Store:
+def _make_store(session: Session, rank: int, world_size: int, timeout_s: float) -> dist.Store:
+    own = session.interface
     host = os.environ.get("MASTER_ADDR", own.address if own.is_loopback else "")
     if not host:
         raise ConfigError("MASTER_ADDR is not set: it must be rank 0's address on the interface you named.")
@@ -165,6 +179,7 @@ def _make_store(own: Interface, rank: int, world_size: int, timeout_s: float) ->
     if not own.is_loopback and address != own.address:
         raise ConfigError(f"MASTER_ADDR {host} is {address}, where the others look; rank 0 listens on {own.address}.")
     listener = listen_on(own.address, port)
+    session._listener = listener.dup()
     return dist.TCPStore(
         own.address,
         port,

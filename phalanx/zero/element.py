@@ -23,9 +23,9 @@ from .partition import Held, Partition
 from .roster import Roster
 from .shard import LivePiece, Shard
 
-# Small enough that a model of a few million parameters has several buckets to overlap, large enough that
-# the latency of a collective does not count.
-CAP_BYTES = 4 * 1024 * 1024
+# As large as those of DistributedDataParallel: fewer collectives cost less than more overlap gains on one host,
+# and several of these are under way at once in any model for which it matters.
+CAP_BYTES = 25 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)

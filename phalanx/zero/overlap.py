@@ -32,7 +32,8 @@ from .scattered import ScatteredGradient
 from .windows import GradientWindows
 
 # The optimizer that a reducer works for. The latest wins; an earlier one says so when it is used.
-_latest: weakref.WeakKeyDictionary[Reducer, Overlap] = weakref.WeakKeyDictionary()
+# Weak on both sides: an engagement knows its reducer, so a strong value would keep its own key alive.
+_latest: weakref.WeakKeyDictionary[Reducer, weakref.ref[Overlap]] = weakref.WeakKeyDictionary()
 
 
 class Overlap:
@@ -79,7 +80,8 @@ class Overlap:
                 "overlap_with_ddp=True, but no phalanx.DistributedDataParallel wraps the parameters of this optimizer. "
                 "Wrap the model, or use overlap_with_ddp=False."
             )
-        if _latest.get(wrapper.reducer) is not self:
+        latest = _latest.get(wrapper.reducer)
+        if latest is None or latest() is not self:
             raise ConfigError(
                 "another optimizer has been made with overlap_with_ddp=True for the same wrapper since. "
                 "Use that one, or give all parameters to one optimizer."
@@ -103,7 +105,7 @@ class Overlap:
             return
         self._check(wrapper, reducer)
         self._wrapper = weakref.ref(wrapper)
-        _latest[reducer] = self
+        _latest[reducer] = weakref.ref(self)
         reducer.shadow_takes = True
         reducer.on_adopted.append(self._adopted)
         reducer.on_bucket_reduced.append(self._reduced)

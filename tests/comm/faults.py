@@ -178,10 +178,11 @@ def _raise(_: PhalanxProcessGroup) -> None:
 
 
 def _pause(_: PhalanxProcessGroup) -> None:
-    # Somebody else has to continue what is stopped.
-    command = f"sleep 0.2; kill -CONT {os.getpid()}"
-    with subprocess.Popen(["sh", "-c", command]):
+    # Somebody else has to continue what is stopped; again and again, as it may come too early.
+    command = f"while sleep 0.2 && kill -CONT {os.getpid()}; do :; done"
+    with subprocess.Popen(["sh", "-c", command]) as waker:
         os.kill(os.getpid(), signal.SIGSTOP)
+        waker.kill()
 
 
 def _leave(group: PhalanxProcessGroup) -> None:

@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 import phalanx
 from tests.cluster import run_ranks
 
-Pair = namedtuple("Pair", ["a", "b"])  # noqa: PYI024  (both ways of making one are in use)
+Pair = namedtuple("Pair", ["a", "b"])
 
 
 class TypedPair(NamedTuple):

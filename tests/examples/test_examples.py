@@ -82,7 +82,7 @@ def test_zero_resumes_on_another_number_of_ranks(tmp_path: Path) -> None:
     for world in (3, 1):
         said = run_example(world, "zero_resume.py", apart, "--steps", "5")[0]
         held, whole = map(int, re.findall(r"state a rank (\d+) of (\d+) bytes", said)[0])
-        assert held < 1.1 * whole / world
+        assert held < 1.1 * whole / world + 64 * 8  # an even share, to within one unit of alignment of both states
 
 
 def test_communication_hook() -> None:

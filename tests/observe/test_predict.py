@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import phalanx
+from phalanx.cli.plan import plan_model
 from phalanx.errors import ConfigError
 from phalanx.launch.environment import Environment
 from phalanx.launch.worker import Worker
@@ -106,7 +107,7 @@ def test_memory_rows_shrink_with_the_world() -> None:
     ddp, one, two = memory_rows(plan, other_bytes=10, state_bytes=240_000, world=4, bucket_view=True)
     assert (ddp.parameters, ddp.gradients, ddp.state) == (120_010, 120_000, 240_000)
     assert (one.gradients, one.state) == (120_000, 60_000)
-    assert (two.gradients, two.state) == (30_000, 60_000)
+    assert (two.gradients, two.state) == (200_000, 60_000)
     assert memory_rows(plan, 0, 0, 4, bucket_view=False)[0].gradients == 240_000
     with pytest.raises(ConfigError, match="at least one rank"):
         memory_rows(plan, 0, 0, 0, bucket_view=True)
@@ -160,11 +161,13 @@ def real_memory(rank: int, world: int) -> tuple[int, int, int]:
     """Parameters, gradients with buckets, and optimizer state of real training, in bytes."""
     model, _ = wide()
     ddp = phalanx.DistributedDataParallel(model)
+    first_plan = ddp.plan.hash
     optimizer = torch.optim.AdamW(ddp.parameters())
     ddp(torch.randn(4, 384)).sum().backward()
     optimizer.step()
     size = lambda tensors: sum(tensor.numel() * tensor.element_size() for tensor in tensors)  # noqa: E731
     state = [value for values in optimizer.state.values() for value in values.values()]
+    assert plan_model(wide()[0], None).hash == first_plan
     buckets = sum(bucket.num_bytes for bucket in ddp.stats().buckets)
     return size(ddp.parameters()), size([p.grad for p in ddp.parameters()]) + buckets, size(state)
 
@@ -172,7 +175,7 @@ def real_memory(rank: int, world: int) -> tuple[int, int, int]:
 @pytest.mark.parametrize("world", [2, 3])
 def test_memory_is_predicted_within_5_percent_of_real_training(world: int) -> None:
     model, _ = wide()
-    plan = build_plan(specs_of(model.named_parameters()))
+    plan = plan_model(model, None)
     state = optimizer_state_bytes(model.parameters(), torch.optim.AdamW)
     row = memory_rows(plan, 0, state, world, bucket_view=False)[0]
     for parameters, gradients, held in run_ranks(world, real_memory):
@@ -181,12 +184,39 @@ def test_memory_is_predicted_within_5_percent_of_real_training(world: int) -> No
         assert row.state == pytest.approx(held, rel=0.05)
 
 
+def real_zero_memory(rank: int, world: int, stage: int) -> tuple[int, int]:
+    """Gradients and optimizer state under ZeRO, in bytes."""
+    model, loss = wide()
+    ddp = phalanx.DistributedDataParallel(model, bucket_cap_mb=0.6)
+    optimizer = phalanx.ZeroRedundancyOptimizer(
+        ddp.parameters(), torch.optim.AdamW, overlap_with_ddp=stage == 2, stage=stage
+    )
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss(ddp).backward()  # type: ignore[operator]
+        optimizer.step()
+    mine = optimizer.memory().ranks[rank]
+    return mine.gradients, mine.state
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_zero_memory_is_predicted_within_5_percent_of_real_training(stage: int) -> None:
+    model, _ = wide()
+    plan = plan_model(model, 0.6)
+    state = optimizer_state_bytes(model.parameters(), torch.optim.AdamW)
+    row = memory_rows(plan, 0, state, 3, bucket_view=False)[stage]
+    buckets = sum(bucket.num_bytes for bucket in plan.buckets) if stage == 1 else 0
+    for gradients, held in run_ranks(3, real_zero_memory, stage):
+        assert row.state == pytest.approx(held, rel=0.05)
+        assert row.gradients == pytest.approx(gradients + buckets, rel=0.05)
+
+
 def predicted_and_real(rank: int, world: int) -> tuple[float, float]:
     torch.set_num_threads(1)
     model, loss = wide()
     worker = Worker(Environment("test", rank, world, rank, world), torch.device("cpu"), "gloo")
     measured = measure(worker, Target(model, loss), torch.optim.AdamW)  # type: ignore[arg-type]
-    plan = build_plan(specs_of(model.named_parameters()))
+    plan = plan_model(model, None)
     predicted = predict_step(plan, measured, world).step_s
     model, loss = wide()
     ddp = phalanx.DistributedDataParallel(model)

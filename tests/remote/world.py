@@ -36,9 +36,9 @@ def in_session(rank: int, world: int, body: Callable[..., Any], args: tuple[Any,
 class Layer:
     """A parameter on an owner, and the arithmetic on it."""
 
-    def __init__(self, *shape: int, seed: int = 0, requires_grad: bool = True) -> None:
+    def __init__(self, *shape: int, seed: int = 0) -> None:
         generator = torch.Generator().manual_seed(seed)
-        self.weight = torch.randn(shape, generator=generator).requires_grad_(requires_grad)
+        self.weight = torch.randn(shape, generator=generator).requires_grad_()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.tanh(x @ self.weight)
