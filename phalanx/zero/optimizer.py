@@ -155,7 +155,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
     def _bracket_update(self, begins: bool) -> dict[str, Any]:
         """An update begins or ends in the midst of backward; returns the keywords for the optimizer's step."""
         if begins:
-            args, kwargs = self._hook_arguments = step_hooks.before(self, (self,), {})
+            _, kwargs = self._hook_arguments = step_hooks.before(self, (self,), {})
             self._engine.local.pull(self.param_groups)
             self._engine.has_state = True
             self._consolidated = None

@@ -45,11 +45,11 @@ class ScatteredGradient(torch.Tensor):
         made.keeper = weakref.ref(keeper)
         return made
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"ScatteredGradient(shape={tuple(self.shape)}, dtype={self.dtype}: each rank has its own slice)"
 
     # No function of torch is special, all are caught below.
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
