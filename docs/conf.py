@@ -1,5 +1,10 @@
 """Sphinx configuration: Markdown pages, docstrings, the furo theme."""
 
+from __future__ import annotations
+
+import re
+from typing import Any
+
 import phalanx
 
 project = "Phalanx"
@@ -11,11 +16,35 @@ exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = "Phalanx"
 html_copy_source = False
-myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3
 autodoc_member_order = "bysource"
-autodoc_typehints = "signature"
 autodoc_default_options = {"members": True}
-# Docstrings are prose with Markdown's code marks, not reStructuredText's roles.
+# Docstrings are prose with single backticks around code.
 default_role = "code"
-nitpicky = False
+
+
+def prose_to_rst(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+    """Our docstrings are plain prose: keep indented drawings as they are, and names that end in underscores."""
+    found: list[str] = []
+    drawing = False
+    for number, line in enumerate(lines):
+        indented = line.startswith("    ")
+        after_gap = number > 0 and not lines[number - 1].strip()
+        if indented and after_gap and not drawing:
+            found += ["::", ""]
+            drawing = True
+        elif line.strip() and not indented:
+            drawing = False
+        found.append(line if drawing else _escape(line))
+    lines[:] = found
+
+
+def _escape(line: str) -> str:
+    pieces = line.split("`")
+    # Every other piece lies between backticks.
+    pieces[::2] = [re.sub(r"([_*|])", r"\\\1", piece) for piece in pieces[::2]]
+    return "`".join(pieces)
+
+
+def setup(app: Any) -> None:
+    app.connect("autodoc-process-docstring", prose_to_rst)

@@ -42,6 +42,7 @@ class Blackboard:
         self.world = dist.get_world_size(group)
         self._store = dist.PrefixStore("phalanx/blackboard", group.get_group_store())
         self._posted = False
+        self.last_words: str | None = None  # what this rank posted last, retracted or not
 
     def announce_uncaught(self) -> None:
         """Post the exception that ends this process, should one do so."""
@@ -60,7 +61,7 @@ class Blackboard:
         note = json.dumps({"when": time.time(), "message": message[:4000]})
         try:
             if not self._posted:
-                self._posted = True
+                self._posted, self.last_words = True, message
                 self._store.set(f"failed/{self.rank}", note)
         except (RuntimeError, OSError):
             pass  # The store died with the rank that hosted it; the others will notice that themselves.

@@ -223,7 +223,7 @@ class TorchNames:
         hook = reducer.hook_name
         if hook is not None:
             data["comm_hook"] = hook
-        error = self.__dict__.get("_logged_error")
+        error = self.__dict__.get("_logged_error", ddp.patience.board.last_words)
         if error is not None:
             data |= {"has_error": 1, "error": error}
         return data

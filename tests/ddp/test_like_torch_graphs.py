@@ -101,6 +101,7 @@ def change_static_graph(rank: int, world: int, first: bool, views: bool) -> str:
     wrapped.zero_grad()
     with pytest.raises(ReductionError, match="Your training graph has changed in this iteration") as caught:
         wrapped(x, not first).sum().backward()
+    assert str(caught.value) in wrapped._get_ddp_logging_data()["error"]
     return str(caught.value)
 
 

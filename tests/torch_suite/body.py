@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import inspect
+import io
 import os
 import sys
 import tempfile
@@ -58,6 +59,7 @@ def run_torch_test(rank: int, world: int, name: str, reference: bool = False) ->
         stack.enter_context(mock.patch.object(module, "init_multigpu_helper", lambda *_: ranks))
         stack.enter_context(mock.patch.object(module.Barrier, "sync", lambda *_, **__: dist.barrier()))
         stack.enter_context(substituted(module, reference))
+        stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
         importlib.import_module("torch.testing._internal.common_utils").set_rng_seed()
         try:
             getattr(case, name)()

@@ -13,11 +13,11 @@ _NEED_A_GPU = {
     "test_DistributedDataParallel_SyncBatchNorm_Diff_Input_Sizes_gradient": "SyncBatchNorm is refused on CPU",
     "test_DistributedDataParallel_SyncBatchNorm_half": "SyncBatchNorm is refused on CPU, as by torch",
     "test_ddp_uneven_inputs_stop_iteration_sync_bn": "SyncBatchNorm is refused on CPU, as by torch",
-    "test_ddp_inference": "half of it is SyncBatchNorm; the rest is in tests/ddp/test_like_torch_training.py",
+    "test_ddp_inference": "half of it is SyncBatchNorm; the rest is in tests/ddp/test_like_torch_inputs.py",
     "test_ddp_sync_bn_training_vs_eval": "SyncBatchNorm is refused on CPU, as by torch",
     "test_sync_bn_logged": "SyncBatchNorm is refused on CPU, as by torch",
     "test_ddp_logging_data_gpu": "asserts device_ids in the logged data; the CPU twin is run",
-    "test_ddp_device": "asserts that inputs arrive on the GPU; types of inputs are in test_like_torch_training.py",
+    "test_ddp_device": "asserts that inputs arrive on the GPU; types of inputs are in test_like_torch_inputs.py",
     "test_ddp_profiling_execution_trace": "NCCL metadata in traces",
 }
 

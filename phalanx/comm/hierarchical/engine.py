@@ -256,8 +256,11 @@ class HierarchicalEngine(Engine):
     def _between_hosts(self, exchange: Callable[[Leads, timedelta], None], timeout: timedelta) -> None:
         """The leads' part of a collective."""
         if self._leads is not None:
+            # In this order, the reverse of `leave`: either this thread sees that the watch is broken,
+            # or `leave` sees that there is something to cut.
             self._is_between_hosts = True
             try:
+                self._watch.check()
                 exchange(self._leads, timeout * _LEAD_PATIENCE + _PATIENCE)
             finally:
                 self._is_between_hosts = False

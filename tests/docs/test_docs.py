@@ -1,0 +1,81 @@
+"""The code in the documentation is run, and its commands are commands."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import shlex
+import socket
+from pathlib import Path
+from unittest import mock
+
+import click
+import pytest
+
+from phalanx.cli.main import cli
+from phalanx.launch.worker import leave
+from phalanx.observe import trace
+from tests.cluster import run_ranks
+
+pytestmark = pytest.mark.timeout(90)
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def blocks(page: Path, *languages: str) -> list[str]:
+    """The fenced blocks of a page in one of these languages ("" for none)."""
+    # Pieces between fences: prose, block, prose, block, …
+    fenced = re.split(r"^```", page.read_text(), flags=re.M)[1::2]
+    pairs = [block.split("\n", 1) for block in fenced]
+    return [text for language, text in pairs if language.strip() in languages]
+
+
+def run_page(rank: int, world: int, page: str, port: int) -> None:
+    """All Python of a page, one block after the other, as one script under a launcher."""
+    environ = {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)}
+    environ |= {"LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    source = "\n".join(blocks(Path(page), "python"))
+    names: dict[str, object] = {"__name__": "__main__"}
+    with mock.patch.dict(os.environ, environ), contextlib.redirect_stdout(io.StringIO()):
+        try:
+            exec(compile(source, page, "exec"), names)
+        finally:
+            names.clear()
+            trace.stop()
+            leave()
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.stem)
+def test_the_python_of_a_page_runs_on_two_ranks(page: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    run_ranks(2, run_page, str(page), port, backend=None)
+
+
+def commands() -> list[str]:
+    lines = [line for page in PAGES for block in blocks(page, "sh", "") for line in block.splitlines()]
+    found = [line.split("#")[0].strip() for line in lines]
+    return sorted({line.removeprefix(".venv/bin/") for line in found if re.match(r"(\.venv/bin/)?phalanx ", line)})
+
+
+@pytest.mark.parametrize("line", commands())
+def test_every_command_shown_is_one(line: str) -> None:
+    words = shlex.split(line.split(" # ")[0])[1:]
+    group = click.Context(cli)
+    command = cli.get_command(group, words[0])
+    assert command is not None, words[0]
+    command.make_context(words[0], words[1:], parent=group)
+
+
+def test_there_are_commands_to_check() -> None:
+    assert len(commands()) >= 8
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_links_between_pages_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text()):
+        assert (page.parent / target).exists(), target
