@@ -88,6 +88,8 @@ class Reducer:
     def _adopt(self, plan: BucketPlan) -> None:
         """Make `plan` the current one: new memory, counters at their start. Gradients are untouched."""
         self.plan = plan
+        # The old memory goes first, so that both are never held at once; gradients are views of it or copies.
+        self.buckets, self.bucket_of = [], []
         self.buckets = self._allocate(plan)
         count = len(self.params)
         self.bucket_of = [self.buckets[0]] * count
