@@ -27,7 +27,7 @@ from phalanx import remote
 
 TRAINERS = ["trainer0", "trainer1"]
 SERVERS = ["users", "items"]
-NUM_ROWS, WIDTH, BATCH = 200, 8, 64
+NUM_ROWS, WIDTH, BATCH = 100, 8, 64
 
 
 class Table:
@@ -54,25 +54,26 @@ def table() -> Table:
 
 
 def likes(users: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
-    """The truth to be learned: a user likes every seventh item, counted from a favourite of their own."""
-    return ((users * 3 + items) % 7 < 2).float()
+    """The truth to be learned: tastes and flavours, two numbers each, that point the same way or not."""
+    tastes, flavours = torch.randn(2, NUM_ROWS, 2, generator=torch.Generator().manual_seed(9))
+    return ((tastes[users] * flavours[items]).sum(1) > 0).float()
 
 
 def train(rank: int, group: dist.ProcessGroup, num_steps: int) -> None:
     torch.manual_seed(0)
-    dense = nn.Sequential(nn.Linear(2 * WIDTH, 64), nn.ReLU(), nn.Linear(64, 1))
+    dense = nn.Sequential(nn.Linear(WIDTH, 32), nn.ReLU(), nn.Linear(32, 1))
     model = phalanx.DistributedDataParallel(dense, process_group=group)
     tables = [rpc.remote(server, table) for server in SERVERS]
     params = [found.remote().weight() for found in tables] + [rpc.RRef(param) for param in model.parameters()]
-    optimizer = remote.DistributedOptimizer(torch.optim.Adam, params, lr=0.02)
+    optimizer = remote.DistributedOptimizer(torch.optim.Adam, params, lr=0.05)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, num_steps)
     generator = torch.Generator().manual_seed(100 + rank)
     losses, started = [], time.perf_counter()
     for step in range(num_steps):
         users, items = torch.randint(0, NUM_ROWS, (2, BATCH), generator=generator)
         with dist_autograd.context() as context_id:
-            asked = [found.rpc_async().look_up(rows) for found, rows in zip(tables, (users, items), strict=True)]
-            scores = model(torch.cat([rows.wait() for rows in asked], 1)).squeeze(1)
+            taste, flavour = tables[0].rpc_async().look_up(users), tables[1].rpc_async().look_up(items)
+            scores = model(taste.wait() * flavour.wait()).squeeze(1)
             loss = nn.functional.binary_cross_entropy_with_logits(scores, likes(users, items))
             dist_autograd.backward(context_id, [loss])
             optimizer.clip_grad_norm_(context_id, 1.0)
