@@ -44,7 +44,7 @@ class Collectives(abc.ABC):
     group: dist.ProcessGroup
     fuses_scale: bool = False
     names_failures: bool = False
-    worthwhile_buckets: int = 4
+    worthwhile_buckets: int = 2
 
     @abc.abstractmethod
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

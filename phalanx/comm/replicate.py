@@ -13,6 +13,7 @@ from .collectives import Collectives
 from .patience import Patience
 
 CHUNK_BYTES = 25 * 1024 * 1024
+_ALIGNMENT = 64
 
 
 def _chunks(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
@@ -30,24 +31,21 @@ def _chunks(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
         yield chunk
 
 
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    flat = tensor.detach().contiguous().view(-1)
-    if flat.is_complex():
-        flat = torch.view_as_real(flat).view(-1)
-    return flat.view(torch.uint8)
-
-
-def _restore(tensor: torch.Tensor, data: torch.Tensor) -> None:
-    # A slice of the byte buffer need not be aligned for the tensor's dtype; a copy of it is.
-    aligned = data.clone()
-    if tensor.is_complex():
-        real = torch.float64 if tensor.dtype is torch.complex128 else torch.float32
-        values = torch.view_as_complex(aligned.view(real).view(-1, 2))
-    else:
-        values = aligned.view(tensor.dtype)
-    # Through .data: an earlier forward may have saved the tensor (BatchNorm does), and its backward is to go on
-    # with the values that this writes, which are those of the rank all are to follow.
-    tensor.data.copy_(values.view(tensor.shape))
+def _windows(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """A byte buffer with room for all of `tensors`, and for each of them its place there, in its shape and dtype."""
+    ends: dict[torch.dtype, int] = {}
+    for tensor in tensors:
+        ends[tensor.dtype] = ends.get(tensor.dtype, 0) + tensor.numel()
+    # A section a dtype, so that each begins where its elements may.
+    sizes = [-(-numel * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT for dtype, numel in ends.items()]
+    buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=tensors[0].device)
+    sections = {dtype: part.view(dtype) for dtype, part in zip(ends, buffer.split(sizes), strict=True)}
+    windows = []
+    for tensor in tensors:
+        section = sections[tensor.dtype]
+        windows.append(section[: tensor.numel()].view(tensor.shape))
+        sections[tensor.dtype] = section[tensor.numel() :]
+    return buffer, windows
 
 
 @torch.no_grad()
@@ -57,11 +55,11 @@ def replicate(
     """Overwrite `tensors` on every rank by those of rank `source`. Same shapes and dtypes everywhere."""
     wanted = [tensor for tensor in tensors if tensor.numel()]
     for chunk in _chunks(wanted):
-        parts = [_bytes(tensor) for tensor in chunk]
-        buffer = parts[0].clone() if len(parts) == 1 else torch.cat(parts)
-        sizes = [part.numel() for part in parts]
-        del parts
+        buffer, windows = _windows(chunk)
+        if collectives.rank == source:
+            torch._foreach_copy_(windows, chunk)
         patience.wait(collectives.broadcast(buffer, source), f"{what} from rank {source}")
         if collectives.rank != source:
-            for tensor, data in zip(chunk, buffer.split(sizes), strict=True):
-                _restore(tensor, data)
+            # Through .data: an earlier forward may have saved the tensor (BatchNorm does), and its backward is to go
+            # on with the values that this writes, which are those of the rank all are to follow.
+            torch._foreach_copy_([tensor.data for tensor in chunk], windows)

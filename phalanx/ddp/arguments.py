@@ -79,6 +79,14 @@ def choose_buffer_sync(broadcast_buffers: bool | None, forward_sync_buffers: boo
     return chosen, chosen
 
 
+def check_module(module: object) -> None:
+    """Refuse what is no module; often its parameters, as an optimizer wants them."""
+    if not isinstance(module, torch.nn.Module):
+        raise ArgumentTypeError(
+            f"DistributedDataParallel wraps a torch.nn.Module, got a {type(module).__name__}. Pass the model itself."
+        )
+
+
 def check_parameters(named: Sequence[tuple[str, torch.nn.Parameter]], num_delayed: int) -> None:
     """Refuse a module without anything to reduce, or whose parameters have no shape yet."""
     for name, param in named:

@@ -4,7 +4,7 @@
     FILLING    local gradients, arriving one by one          free
     LAUNCHED   local gradients (views: the memory in flight) in flight, owned by the transport
     REDUCED    local gradients (views: the mean)             the mean
-    GIVEN      the mean, after `unpack`                      free (views: is `.grad`)
+    GIVEN      the mean, after `unpack`                      free, or lent out as `.grad`
 
 Owns the flat buffer and the views into it. Must not know when to launch, nor of other buckets.
 """
@@ -20,6 +20,7 @@ import torch
 from ..comm.bucket import GradBucket
 from ..comm.collectives import Work
 from ..plan import Bucket, ParamSpec, Slot
+from .lending import is_private, references
 from .tail import Tail
 
 # From this size on, a fused copy-and-scale of its own beats an extra pass over memory.
@@ -54,18 +55,11 @@ class LiveBucket:
         self.names = [specs[slot.param].name for slot in bucket.slots]
         self.tail = tail
         self.tail_rides = tail_rides and not bucket.sparse
-        device = self.params[0].device
-        numel = 0 if bucket.sparse else bucket.numel
-        riding = tail.numel if self.tail_rides else 0
-        self.flat = allocate(bucket.index, numel + riding, bucket.dtype, device)
-        self.body = self.flat.narrow(0, 0, numel)
-        self.tail_data = (
-            self.flat.narrow(0, numel, riding)
-            if self.tail_rides
-            else torch.zeros(tail.numel, dtype=torch.float32, device=device)
-        )
-        dense = () if bucket.sparse else self.slots
-        self.views = [_view(self.body, slot, specs[slot.param]) for slot in dense]
+        self._numel = 0 if bucket.sparse else bucket.numel
+        self._dtype = bucket.dtype
+        self._specs = [specs[slot.param] for slot in bucket.slots]
+        self._allocate = allocate
+        self._take_memory()
         item = bucket.dtype.itemsize
         # A large gradient goes into the body as soon as it arrives, while it is still in the cache; small
         # ones together when the bucket is full, because each operation costs more than moving them does.
@@ -77,12 +71,34 @@ class LiveBucket:
         self.expected = len(self.slots)
         self.pending = self.expected
         self.held = False
+        self.lends = False  # whether memory may be given out in place of a copy
         self.work: Work | None = None
         self.tail_work: Work | None = None
         self.future: torch.futures.Future[Any] | None = None
         self.sparse_grad: torch.Tensor | None = None
-        self.grad_bucket: GradBucket | None = None
         self.kept: dict[int, torch.Tensor] = {}
+
+    def _take_memory(self) -> None:
+        device = self.params[0].device
+        riding = self.tail.numel if self.tail_rides else 0
+        self.flat = self._allocate(self.index, self._numel + riding, self._dtype, device)
+        self.body = self.flat.narrow(0, 0, self._numel)
+        self.tail_data = (
+            self.flat.narrow(0, self._numel, riding)
+            if self.tail_rides
+            else torch.zeros(self.tail.numel, dtype=torch.float32, device=device)
+        )
+        dense = () if self.sparse else zip(self.slots, self._specs, strict=True)
+        self.views = [_view(self.body, slot, spec) for slot, spec in dense]
+        self._lent = False
+        self._own_references = references(self.flat)
+        self.grad_bucket: GradBucket | None = None
+
+    def reclaim(self) -> None:
+        """Before a backward: memory to pack into. What is still out as someone's gradient stays theirs."""
+        if self._lent and references(self.flat) > self._own_references:
+            self._take_memory()
+        self._lent = False
 
     def rearm(self) -> None:
         """Ready for the next backward pass; frees what the last one held."""
@@ -179,7 +195,20 @@ class LiveBucket:
                 if param.grad is not view:
                     param.grad = view
             return
-        torch._foreach_copy_(cast("list[torch.Tensor]", [param.grad for param in self.params]), self.views)
+        copied = [i for i in range(len(self.params)) if not (self.lends and self.large[i] and self._lend(i))]
+        if copied:
+            grads = cast("list[torch.Tensor]", [self.params[i].grad for i in copied])
+            torch._foreach_copy_(grads, [self.views[i] for i in copied])
+
+    def _lend(self, i: int) -> bool:
+        """Make the i-th view the gradient, if nobody can tell that it is not the gradient autograd made."""
+        param, view = self.params[i], self.views[i]
+        if not is_private(param):
+            return False
+        # A tensor of its own, so that references to it count.
+        param.grad = view.detach()
+        self._lent = True
+        return True
 
     def unpack_some(self, as_views: bool, wanted: Sequence[int]) -> None:
         """As `unpack`, leaving alone the parameters that no rank used and making gradients where missing."""

@@ -95,6 +95,7 @@ class DistributedDataParallel(TorchNames, torch.nn.Module, Joinable):
     ) -> None:
         torch.nn.Module.__init__(self)
         Joinable.__init__(self)
+        arguments.check_module(module)
         delayed = arguments.check_delayed(delay_all_reduce_named_params, param_to_hook_all_reduce)
         self.process_group = arguments.choose_group(process_group, device_mesh)
         arguments.adapt_to_mesh(module, device_mesh)

@@ -68,6 +68,7 @@ class Reducer:
         self.unused_names: list[str] = []
         self.timeline = Timeline()
         self.on_bucket_reduced: list[Callable[[LiveBucket], None]] = []
+        self.on_begun: list[Callable[[], None]] = []
         self.on_flushed: list[Callable[[], None]] = []
         self.on_adopted: list[Callable[[], None]] = []
         self.shadow_takes = False  # whether a rank without inputs is given the others' means
@@ -185,10 +186,17 @@ class Reducer:
         self.armed = False
         self.task = current_backward()
         self._next = 0
-        self._unused = []
-        self.reduction.begin(shadow=False)
-        self.timeline.begin(self.step, self.buckets)
+        self._open_pass(shadow=False)
+        for callback in self.on_begun:
+            callback()
         Variable._execution_engine.queue_callback(self._end)
+
+    def _open_pass(self, shadow: bool) -> None:
+        self._unused = []
+        self.reduction.begin(shadow)
+        for bucket in self.buckets:
+            bucket.reclaim()
+        self.timeline.begin(self.step, self.buckets)
 
     @torch.no_grad()
     def large_arrived(self, bucket: LiveBucket, place: int, param: torch.Tensor) -> None:
@@ -352,6 +360,8 @@ class Reducer:
             unpack_sparse(bucket, factor, reading is None or reading.usage[0] > 0)
         else:
             usage = None if reading is None else reading.usage
+            # Not from buckets that the next plan is to replace: their memory is to be free before its is taken.
+            bucket.lends = not self.arrivals.observing
             self.reduction.give_out(bucket, factor, usage, self.options.as_views)
         bucket.stage = Stage.GIVEN
         if reading is not None:
@@ -447,9 +457,7 @@ class Reducer:
     @torch.no_grad()
     def shadow(self, weight: float | None) -> None:
         """Take part in the others' reduction with nothing to give, and with `shadow_takes` in what they get."""
-        self.timeline.begin(self.step, self.buckets)
-        self._unused = []
-        self.reduction.begin(shadow=True)
+        self._open_pass(shadow=True)
         for bucket in self.buckets:
             self._make_way(bucket)
             self._send_nothing(bucket, weight)

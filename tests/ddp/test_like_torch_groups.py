@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed._shard.sharded_tensor import Shard, init_from_local_shards
 from torch.distributed._shard.sharding_spec import ShardMetadata
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import phalanx
 from tests.cluster import run_ranks
@@ -179,3 +181,39 @@ def ignores_shards(rank: int, world: int) -> torch.Tensor:
 
 def test_ignored_parameters_may_be_of_kinds_that_the_wrapper_could_not_handle() -> None:
     assert all(torch.equal(grad, torch.full((10, 2), 0.5)) for grad in run_ranks(2, ignores_shards))
+
+
+class Feed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(5, 8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.relu(self.up(x)))
+
+
+def data_and_tensor_parallel(rank: int, world: int, views: bool) -> list[bool]:
+    """Two ways of parallelism over a 2 × 2 mesh, against the whole model on the whole batch."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    alone = Feed()
+    layers = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    model = parallelize_module(copy.deepcopy(alone), mesh["tp"], layers)
+    wrapped = phalanx.DistributedDataParallel(model, device_mesh=mesh["dp"], gradient_as_bucket_view=views)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (alone, wrapped)]
+    good = []
+    for _ in range(3):
+        whole = torch.randn(6, 5)
+        half = mesh.get_local_rank("dp")
+        alone(whole).square().mean().backward()
+        wrapped(whole[3 * half : 3 * half + 3]).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        good.append(torch.allclose(wrapped(whole), alone(whole), atol=1e-5))
+    return good
+
+
+@pytest.mark.parametrize("views", [False, True], ids=["copies", "views"])
+def test_data_parallelism_over_one_dimension_of_a_mesh_goes_with_tensor_parallelism_over_the_other(views: bool) -> None:
+    assert run_ranks(4, data_and_tensor_parallel, views) == [[True] * 3] * 4

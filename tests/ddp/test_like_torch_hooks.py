@@ -49,8 +49,16 @@ def list_hook(group: dist.ProcessGroup, bucket: dist.GradBucket):
     return group.allreduce([buffer]).get_future()
 
 
-def run_hook(rank: int, world: int, hook: Callable[..., Any], views: bool) -> list[torch.Tensor]:
-    wrapped = phalanx.DistributedDataParallel(Scaled(rank), gradient_as_bucket_view=views, bucket_cap_mb=0.00001)
+OPTIONS: dict[str, dict[str, bool]] = {
+    "copies": {},
+    "views": {"gradient_as_bucket_view": True},
+    "static": {"static_graph": True},
+    "static views": {"static_graph": True, "gradient_as_bucket_view": True},
+}
+
+
+def run_hook(rank: int, world: int, hook: Callable[..., Any], options: dict[str, bool]) -> list[torch.Tensor]:
+    wrapped = phalanx.DistributedDataParallel(Scaled(rank), bucket_cap_mb=0.00001, **options)
     wrapped.register_comm_hook(dist.group.WORLD, hook)
     for _ in range(3):
         wrapped.zero_grad()
@@ -58,10 +66,10 @@ def run_hook(rank: int, world: int, hook: Callable[..., Any], views: bool) -> li
     return [param.grad for param in wrapped.parameters()]
 
 
-@pytest.mark.parametrize("views", [False, True], ids=["copies", "views"])
+@pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize(("hook", "value"), [(constant_hook, 2.0), (chained_hook, 1.5), (list_hook, 1.5)])
-def test_the_gradient_is_what_the_hooks_future_holds(hook: Callable[..., Any], value: float, views: bool) -> None:
-    for left, right in run_ranks(2, run_hook, hook, views):
+def test_the_gradient_is_what_the_hooks_future_holds(hook: Callable[..., Any], value: float, options: str) -> None:
+    for left, right in run_ranks(2, run_hook, hook, OPTIONS[options]):
         assert torch.equal(left, torch.full((2, 2), value)) and torch.equal(right, torch.full((3, 3), value))
 
 

@@ -1,0 +1,181 @@
+"""A mean may be given out as memory of its bucket; nobody can tell, except by the time it saves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+import phalanx
+from tests.cluster import run_ranks
+
+WIDTH = 256  # a weight of 256 KiB, large enough to be lent
+
+
+def make(rank: int) -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+
+
+def backward(model: nn.Module, rank: int, step: int) -> None:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    model(torch.randn(4, WIDTH, generator=generator)).square().mean().backward()
+
+
+def settle(model: nn.Module, rank: int) -> None:
+    """Two steps: afterwards the plan stands and memory has been lent once."""
+    for step in range(2):
+        model.zero_grad()
+        backward(model, rank, step)
+
+
+def keeps_gradients(model: nn.Module, rank: int) -> list[torch.Tensor]:
+    held: list[torch.Tensor] = []
+    for step in range(4):
+        model.zero_grad()
+        backward(model, rank, 10 + step)
+        held += [param.grad for param in model.parameters()]
+    return held
+
+
+def keeps_views_of_gradients(model: nn.Module, rank: int) -> list[torch.Tensor]:
+    held: list[torch.Tensor] = []
+    for step in range(3):
+        model.zero_grad()
+        backward(model, rank, 10 + step)
+        held += [param.grad.view(-1)[5:] for param in model.parameters()]
+    return held
+
+
+def zeroes_in_place(model: nn.Module, rank: int) -> list[torch.Tensor]:
+    model.zero_grad()
+    backward(model, rank, 9)
+    same = [param.grad for param in model.parameters()]
+    for step in range(3):
+        model.zero_grad(set_to_none=False)
+        backward(model, rank, 10 + step)
+    assert all(param.grad is grad for param, grad in zip(model.parameters(), same, strict=True))
+    return same
+
+
+def gives_gradients_a_place(model: nn.Module, rank: int) -> list[torch.Tensor]:
+    params = list(model.parameters())
+    flat = torch.zeros(sum(param.numel() for param in params))
+    for param, part in zip(params, flat.split([param.numel() for param in params]), strict=True):
+        param.grad = part.view_as(param)
+    for step in range(2):
+        flat.zero_()
+        backward(model, rank, 10 + step)
+    return [flat]
+
+
+def catches_gradients_in_a_hook(model: nn.Module, rank: int) -> list[torch.Tensor]:
+    caught: list[torch.Tensor] = []
+    handles = [p.register_post_accumulate_grad_hook(lambda p: caught.append(p.grad)) for p in model.parameters()]
+    model.zero_grad()
+    backward(model, rank, 10)
+    for handle in handles:
+        handle.remove()
+    return sorted(caught, key=torch.Tensor.numel, reverse=True)[:2]
+
+
+def accumulates_over_reduced_backwards(model: nn.Module, rank: int) -> list[torch.Tensor]:
+    model.zero_grad()
+    for step in range(3):
+        backward(model, rank, 10 + step)
+    return [param.grad for param in model.parameters()]
+
+
+def accumulates_without_sync(model: Any, rank: int) -> list[torch.Tensor]:
+    for turn in range(2):
+        model.zero_grad()
+        with model.no_sync():
+            backward(model, rank, 10 + turn)
+        backward(model, rank, 20 + turn)
+    return [param.grad for param in model.parameters()]
+
+
+def resets_between_forward_and_backward(model: nn.Module, rank: int) -> list[torch.Tensor]:
+    inputs = torch.full((4, WIDTH), 0.1 * (rank + 1))
+    for _ in range(3):
+        loss = model(inputs).square().mean()
+        model.zero_grad()
+        loss.backward()
+    return [param.grad for param in model.parameters()]
+
+
+HABITS = [
+    keeps_gradients,
+    keeps_views_of_gradients,
+    zeroes_in_place,
+    gives_gradients_a_place,
+    catches_gradients_in_a_hook,
+    accumulates_over_reduced_backwards,
+    accumulates_without_sync,
+    resets_between_forward_and_backward,
+]
+
+
+def compare(rank: int, world: int, habit: Callable[[nn.Module, int], list[torch.Tensor]]) -> None:
+    results = []
+    for wrap in (phalanx.DistributedDataParallel, TorchDDP):
+        model = wrap(make(rank), process_group=dist.new_group(backend="gloo") if wrap is TorchDDP else None)
+        settle(model, rank)
+        results.append(habit(model, rank))
+        dist.barrier()
+    for ours, theirs in zip(*results, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("backend", ["gloo", "phalanx"])
+@pytest.mark.parametrize("habit", HABITS, ids=lambda habit: habit.__name__)
+def test_gradients_are_what_torch_gives_whatever_users_do_with_them(backend: str, habit: Any) -> None:
+    run_ranks(2, compare, habit, backend=backend)
+
+
+def watch_memory(rank: int, world: int) -> tuple[bool, bool, bool]:
+    model = phalanx.DistributedDataParallel(make(rank))
+    settle(model, rank)
+
+    def place_of_gradient() -> int:
+        model.zero_grad()
+        backward(model, rank, 5)
+        grad = next(model.parameters()).grad
+        assert grad.untyped_storage().nbytes() > grad.nbytes, "part of a bucket"
+        return grad.data_ptr()
+
+    reused = place_of_gradient() == place_of_gradient()
+    held = next(model.parameters()).grad
+    moved = place_of_gradient() != held.data_ptr()
+    del held
+    again = place_of_gradient() == place_of_gradient()
+    return reused, moved, again
+
+
+def test_memory_is_lent_again_once_nobody_holds_it() -> None:
+    assert run_ranks(2, watch_memory) == [(True, True, True)] * 2
+
+
+def differ(rank: int, world: int) -> list[torch.Tensor]:
+    """Only rank 0 keeps what it was given: the ranks then reduce in different memory."""
+    model = phalanx.DistributedDataParallel(make(rank))
+    settle(model, rank)
+    held = []
+    for step in range(4):
+        model.zero_grad()
+        backward(model, rank, 10 + step)
+        if rank == 0:
+            held.append(next(model.parameters()).grad)
+    assert len({grad.data_ptr() for grad in held}) == len(held)
+    return [param.grad.clone() for param in model.parameters()]
+
+
+@pytest.mark.parametrize("backend", ["gloo", "phalanx"])
+def test_ranks_may_differ_in_what_they_keep(backend: str) -> None:
+    first, second = run_ranks(2, differ, backend=backend)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
