@@ -39,8 +39,9 @@ def constant_hook(_state: object, bucket: dist.GradBucket) -> Future:
 
 
 def chained_hook(group: dist.ProcessGroup, bucket: dist.GradBucket) -> Future:
+    size = group.size()  # a callback that held the group could be the last to do so, in the group's own thread
     future = group.allreduce([bucket.buffer()]).get_future()
-    return future.then(lambda done: 2 * done.value()[0]).then(lambda done: done.value() / (2 * group.size()))
+    return future.then(lambda done: 2 * done.value()[0]).then(lambda done: done.value() / (2 * size))
 
 
 def list_hook(group: dist.ProcessGroup, bucket: dist.GradBucket):
