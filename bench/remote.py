@@ -205,7 +205,7 @@ def _throughput_row(num_rounds: int, notes: list[str]) -> Row:
     )
 
 
-def measure(num_rounds: int = 15, numels: tuple[int, ...] = (256, 4096)) -> Result:
+def measure(num_rounds: int = 11, numels: tuple[int, ...] = (256, 4096)) -> Result:
     """Both questions, as a result to show or keep."""
     result = Result("remote", (__doc__ or "").splitlines()[0], OURS, TORCH)
     for numel in numels:
@@ -216,7 +216,7 @@ def measure(num_rounds: int = 15, numels: tuple[int, ...] = (256, 4096)) -> Resu
 
 def main() -> None:
     parser = options("phalanx DistributedOptimizer beside torch's, over RPC")
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=11)
     parsed = parser.parse_args()
     present(measure(3 if parsed.quick else parsed.rounds), parsed)
 

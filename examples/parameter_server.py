@@ -85,7 +85,8 @@ def train(rank: int, group: dist.ProcessGroup, num_steps: int) -> None:
     rate = num_steps * BATCH / (time.perf_counter() - started)
     tenth = num_steps // 10
     first, last = sum(losses[:tenth]) / tenth, sum(losses[-tenth:]) / tenth
-    print(f"{TRAINERS[rank]}: loss {first:.3f} -> {last:.3f}, {rate:.0f} examples/s", flush=True)
+    # One write, so that the lines of two trainers do not mix.
+    print(f"{TRAINERS[rank]}: loss {first:.3f} -> {last:.3f}, {rate:.0f} examples/s\n", end="", flush=True)
 
 
 def run(rank: int, port: int, num_steps: int) -> None:

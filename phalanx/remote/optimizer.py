@@ -54,9 +54,7 @@ class DistributedOptimizer(Optimizer):
 
     def __init__(self, optimizer_class: Callable[..., Optimizer], params_rref: Any, *args: Any, **kwargs: Any) -> None:
         if not callable(optimizer_class):
-            raise ArgumentTypeError(
-                f"optimizer_class is a {type(optimizer_class).__name__}; expected an optimizer class."
-            )
+            raise ArgumentTypeError(f"optimizer_class is a {type(optimizer_class).__name__}; expected an optimizer class.")
         groups = parse(params_rref)
         self._make = (optimizer_class, args, kwargs)
         self._lock = threading.Lock()
@@ -158,9 +156,7 @@ class DistributedOptimizer(Optimizer):
             else torch.tensor(0.0)
         )
         if error_if_nonfinite and not math.isfinite(total):
-            raise RemoteError(
-                f"the gradients' total norm of order {norm_type} is {total.item()}; they were not scaled."
-            )
+            raise RemoteError(f"the gradients' total norm of order {norm_type} is {total.item()}; they were not scaled.")
         coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
         if coefficient != 1.0:
             self._demand("scale gradients", "scale", lambda owner: (context_id, coefficient))
@@ -235,9 +231,7 @@ class DistributedOptimizer(Optimizer):
             self._abandon(self._owners)
 
     def __reduce__(self) -> Any:
-        raise ArgumentTypeError(
-            "a DistributedOptimizer belongs to the worker that made it; send its state_dict() instead."
-        )
+        raise ArgumentTypeError("a DistributedOptimizer belongs to the worker that made it; send its state_dict() instead.")
 
     def _create(self, shares: Sequence[Share]) -> tuple[list[Owner], Options]:
         """Make an owned optimizer for each share, all at once; on failure leave none behind."""
@@ -319,8 +313,7 @@ class DistributedOptimizer(Optimizer):
                 values = {
                     other.name: known[key]
                     for other in self._owners
-                    if number in other.part.groups
-                    and key in (known := other.ledger.known[other.part.groups.index(number)])
+                    if number in other.part.groups and key in (known := other.ledger.known[other.part.groups.index(number)])
                 }
                 if values:
                     self.param_groups[number][key] = agree(values)

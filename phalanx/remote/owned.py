@@ -259,8 +259,7 @@ class OwnedOptimizer:
                 like = held[key] if held else param
                 if not _fits(value, like, exact=bool(held) or strict):
                     raise StateError(
-                        f"parameter {number} here has shape {tuple(param.shape)}, "
-                        f"the saved '{key}' {tuple(value.shape)}."
+                        f"parameter {number} here has shape {tuple(param.shape)}, the saved '{key}' {tuple(value.shape)}."
                     )
 
 

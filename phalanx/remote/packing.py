@@ -52,12 +52,13 @@ _PACK_NUMEL = 1 << 17
 class _Pack:
     """Parameters of one group that step as one flat tensor."""
 
-    def __init__(self, group: int, params: list[Tensor]) -> None:
+    def __init__(self, group: int, params: list[Tensor], scratch: tuple[Tensor, Tensor]) -> None:
         self.group = group
         self.params = params
         numel = sum(param.numel() for param in params)
-        self.flat = torch.empty(numel, dtype=params[0].dtype, device=params[0].device)
-        self.flat.grad = torch.empty_like(self.flat)
+        # Views of their own, because the state in the shadow is kept by tensor.
+        self.flat = scratch[0][:numel]
+        self.flat.grad = scratch[1][:numel]
         self.values = self.cut(self.flat)
         self.grads = self.cut(self.flat.grad)
 
@@ -79,6 +80,7 @@ class Packer:
         self._elementwise = type(optimizer) in ELEMENTWISE
         self._shadow: Optimizer | None = None
         self._packs: list[_Pack] = []
+        self._scratch: dict[Hashable, tuple[Tensor, Tensor]] = {}
         self._packed: set[int] = set()
         self._all_packed = False
         # Ids of the loose parameters of the last step: packs are made when two steps in a row agree,
@@ -169,7 +171,7 @@ class Packer:
             return False
         dense = {id(param) for param, grad in loose if _is_dense(grad)}
         made = [
-            _Pack(index, params)
+            _Pack(index, params, self._scratch_like(params[0]))
             for index, group in enumerate(self.optimizer.param_groups)
             if not (group.get("fused") or group.get("capturable") or group.get("differentiable"))
             for params in self._alike(param for param in group["params"] if id(param) in dense)
@@ -181,6 +183,14 @@ class Packer:
         self._all_packed = len(self._packed) == sum(len(group["params"]) for group in self.optimizer.param_groups)
         self._given_up = self._last_loose = now - self._packed
         return bool(made)
+
+    def _scratch_like(self, param: Tensor) -> tuple[Tensor, Tensor]:
+        """Room for one pack's values and gradients."""
+        kind = param.dtype, param.device
+        if kind not in self._scratch:
+            room = torch.empty(_PACK_NUMEL, dtype=param.dtype, device=param.device)
+            self._scratch[kind] = room, torch.empty_like(room)
+        return self._scratch[kind]
 
     def _alike(self, params: Iterable[Tensor]) -> list[list[Tensor]]:
         """`params` in lists of two or more that one flat tensor can stand for."""
@@ -228,16 +238,14 @@ class Packer:
 
     def _step_packs(self, packed: list[tuple[_Pack, list[Tensor]]]) -> None:
         assert self._shadow is not None, "a pack exists, so its shadow does"
-        flats: defaultdict[int, list[Tensor]] = defaultdict(list)
+        groups = self.optimizer.param_groups
+        # One pack from beginning to end before the next: they share the scratch, which stays in the cache.
         for pack, grads in packed:
             # Parameters are read anew at every step: other optimizers and their users write to them too.
             torch._foreach_copy_(pack.values, pack.params)
             torch._foreach_copy_(pack.grads, grads)
-            flats[pack.group].append(pack.flat)
-        groups = self.optimizer.param_groups
-        self._shadow.param_groups = [{**groups[index], "params": flat} for index, flat in flats.items()]
-        self._shadow.step()
-        for pack, _ in packed:
+            self._shadow.param_groups = [{**groups[pack.group], "params": [pack.flat]}]
+            self._shadow.step()
             torch._foreach_copy_(pack.params, pack.values)
 
     def _step_loose(self, loose: list[tuple[Tensor, Tensor]]) -> None:
