@@ -61,9 +61,13 @@ class Spares:
 class SummedExchange:
     """An exchange of slices under way; whoever looks first after it has ended adds them up."""
 
-    def __init__(self, work: Any, received: torch.Tensor, output: torch.Tensor, spares: Spares) -> None:
+    def __init__(
+        self, work: Any, received: torch.Tensor, own: torch.Tensor | None, output: torch.Tensor, spares: Spares
+    ) -> None:
+        """`received` are everybody's slices in the order of ranks, or the only other rank's if `own` is given."""
         self._work = work
         self._received: torch.Tensor | None = received
+        self._own = own
         self._output = output
         self._spares = spares
         self._lock = threading.Lock()
@@ -93,7 +97,10 @@ class SummedExchange:
             if received is None:
                 return
             parts = received.view(-1, self._output.numel())
-            if parts.dtype.itemsize < 4 and len(parts) > 2:
+            if self._own is not None:
+                # Of two, the order does not matter.
+                torch.add(self._own, parts[0], out=self._output)
+            elif parts.dtype.itemsize < 4 and len(parts) > 2:
                 torch.sum(parts, 0, out=self._output)  # in single precision, rounded once
             else:
                 # In the order of ranks, whoever adds.
@@ -138,9 +145,15 @@ class GlooCollectives(TorchCollectives):
         if self.world == 1:
             output.copy_(input)
             return SeveralWorks([])
+        own = None
+        if self.world == 2:
+            # What stays here need not be sent: half the memory, and no copy of it.
+            slices, peer = input.view(2, -1), 1 - self.rank
+            own, input = slices[self.rank], slices[peer]
         received = self._spares.take(input)
-        work = dist.all_to_all_single(received, input, group=self.group, async_op=True)
-        return SummedExchange(work, received, output, self._spares)
+        sizes = None if own is None else [0 if rank == self.rank else input.numel() for rank in range(2)]
+        work = dist.all_to_all_single(received, input, sizes, sizes, group=self.group, async_op=True)
+        return SummedExchange(work, received, own, output, self._spares)
 
     def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Work:
         num_bytes = output.numel() * output.element_size()

@@ -100,7 +100,8 @@ def suffer(rank: int, world: int, plan: FaultPlan, note: Path, group: PhalanxPro
     dist.all_gather(pids, torch.tensor([os.getpid()]))
     me = Rank(rank, world, group)
     moments = _moments(plan.case, me, _team(group))
-    dist.barrier(group)
+    # By gloo: a rank that is still in a barrier of the group itself would hear of what comes next.
+    dist.barrier()
     group.set_timeout(timedelta(seconds=LIMIT_S if plan.fault is Fault.STOP else LONG_S))
     if rank == plan.victim:
         _arm(group, plan, moments, note)

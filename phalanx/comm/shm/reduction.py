@@ -26,15 +26,16 @@ class Reduction(IntEnum):
 
 _Operation = Callable[..., torch.Tensor]
 
-_OPERATIONS: dict[Reduction, _Operation] = {
-    Reduction.SUM: torch.add,
-    Reduction.PRODUCT: torch.mul,
-    Reduction.MIN: torch.minimum,
-    Reduction.MAX: torch.maximum,
-    Reduction.BAND: torch.bitwise_and,
-    Reduction.BOR: torch.bitwise_or,
-    Reduction.BXOR: torch.bitwise_xor,
-}
+# By the number of the reduction.
+_OPERATIONS: tuple[_Operation, ...] = (
+    torch.add,
+    torch.mul,
+    torch.minimum,
+    torch.maximum,
+    torch.bitwise_and,
+    torch.bitwise_or,
+    torch.bitwise_xor,
+)
 _CARRIED_WIDE = (torch.float16, torch.bfloat16)
 _ROUNDING = (Reduction.SUM, Reduction.PRODUCT)
 

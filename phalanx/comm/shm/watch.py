@@ -19,6 +19,8 @@ from .link import Link, Notice, NoticeKind, make_signal
 # How often to look for a signal before blocking in the kernel. A look costs about a microsecond,
 # being woken up several; looking longer only takes the processor from whoever is to signal.
 _LOOKS = 40
+# Where ranks outnumber processors, each look lets somebody else run first: whoever is to signal, as a rule.
+_CROWDED_LOOKS = 10
 
 
 class Watch:
@@ -34,8 +36,7 @@ class Watch:
         self._broken: CommunicationError | None = None
         self._lock = threading.Lock()
         self._heeding = threading.Lock()
-        num_processors = len(os.sched_getaffinity(0))
-        self._looks = _LOOKS if len(links) < num_processors else 0
+        self._is_crowded = len(links) >= len(os.sched_getaffinity(0))
         self._wake = make_signal()  # for the thread that waits, which alone clears it
         self._news = select.epoll()
         for link in self.links:
@@ -58,11 +59,17 @@ class Watch:
 
     def wait(self, link: Link, timeout_s: float, laggards: Callable[[], Sequence[int]]) -> None:
         """Consume one signal of `link`, or raise. `laggards` names who is missing, at a timeout."""
-        for _ in range(self._looks):
+        for _ in range(_CROWDED_LOOKS if self._is_crowded else _LOOKS):
+            if self._is_crowded:
+                os.sched_yield()
             if link.arrived():
                 return
         deadline = time.monotonic() + timeout_s
         poller = link.poller(self.news_fd, self._wake)
+        if link.notice is None:
+            # Nearly always it is the signal that ends this. All else stays readable until it is heeded, except a
+            # farewell heeded before.
+            poller.poll(timeout_s * 1000)
         while not link.arrived():
             _clear(self._wake)
             self.heed()

@@ -4,12 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
-import os
-import subprocess
-import sys
-import textwrap
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
@@ -24,8 +19,6 @@ from phalanx.errors import CommunicationError, MismatchError
 from tests.cluster import run_ranks
 
 pytestmark = pytest.mark.timeout(60)
-
-ROOT = Path(__file__).resolve().parents[3]
 
 
 def _model(seed: int = 0) -> torch.nn.Module:
@@ -358,73 +351,3 @@ def _other_device(rank: int, world: int) -> None:
 
 def test_group_for_two_kinds_of_device() -> None:
     run_ranks(2, _other_device, backend=None)
-
-
-SCRIPT = textwrap.dedent(
-    """
-    import os, sys
-    import torch, torch.distributed as dist
-    import phalanx.comm.shm.backend
-
-    def main(rank=None, world=None):
-        if rank is not None:
-            os.environ.update(RANK=str(rank), WORLD_SIZE=str(world))
-        dist.init_process_group("phalanx")
-        tensor = torch.full((100_000,), dist.get_rank() + 1.0)
-        work = dist.all_reduce(tensor, async_op=True)
-        work.wait()
-        assert tensor.eq(3).all()
-        print("ok", flush=True)
-        if "destroy" in sys.argv:
-            dist.destroy_process_group()
-        # Without it, the lane's thread and the group have to go by themselves.
-
-    if __name__ == "__main__":
-        if "spawn" in sys.argv:
-            torch.multiprocessing.spawn(main, (2,), 2)
-        else:
-            main()
-    """
-)
-
-
-def _run_script(tmp_path: Path, *command: str) -> subprocess.CompletedProcess[str]:
-    (tmp_path / "script.py").write_text(SCRIPT)
-    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_PORT")}
-    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, *command], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=50
-    )
-
-
-@pytest.mark.parametrize("ending", ["destroy", "leave"])
-def test_under_torchrun(tmp_path: Path, ending: str) -> None:
-    command = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "script.py", ending)
-    done = _run_script(tmp_path, *command)
-    assert done.returncode == 0 and done.stdout.count("ok") == 2, done.stderr
-    assert "Error" not in done.stderr and "terminate" not in done.stderr, done.stderr
-
-
-def test_under_torch_multiprocessing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import socket
-
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", str(port))
-    (tmp_path / "script.py").write_text(SCRIPT)
-    done = subprocess.run(
-        [sys.executable, "script.py", "spawn", "leave"],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=50,
-    )
-    assert done.returncode == 0 and done.stdout.count("ok") == 2, done.stderr
-
-
-def test_import_phalanx_registers_the_backend() -> None:
-    script = "import phalanx, torch.distributed as dist; assert dist.Backend.PHALANX == 'phalanx'"
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=50, cwd=ROOT)

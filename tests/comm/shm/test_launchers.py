@@ -1,0 +1,81 @@
+"""The backend in programs of users: under each launcher, with or without saying goodbye, from a plain `import phalanx`."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.timeout(90)
+
+ROOT = Path(__file__).resolve().parents[3]
+
+SCRIPT = textwrap.dedent(
+    """
+    import os, sys
+    import torch, torch.distributed as dist
+    import phalanx
+
+    def main(rank=None, world=None):
+        if rank is not None:
+            os.environ.update(RANK=str(rank), WORLD_SIZE=str(world))
+        dist.init_process_group("phalanx")
+        tensor = torch.full((100_000,), dist.get_rank() + 1.0)
+        work = dist.all_reduce(tensor, async_op=True)
+        work.wait()
+        assert tensor.eq(3).all()
+        print("ok", flush=True)
+        if "destroy" in sys.argv:
+            dist.destroy_process_group()
+        # Without it, the lane's thread and the group have to go by themselves.
+
+    if __name__ == "__main__":
+        if "spawn" in sys.argv:
+            torch.multiprocessing.spawn(main, (2,), 2)
+        else:
+            main()
+    """
+)
+
+
+def _run_script(folder: Path, *command: str, **variables: str) -> str:
+    """The output of a program that must end well, within 60 s, without a word of an error."""
+    (folder / "script.py").write_text(SCRIPT)
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | variables
+    done = subprocess.run(
+        [sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Error" not in done.stderr and "terminate" not in done.stderr, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("ending", ["destroy", "leave"])
+def test_under_torchrun(tmp_path: Path, ending: str) -> None:
+    command = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "script.py", ending)
+    assert _run_script(tmp_path, *command).count("ok") == 2
+
+
+def test_under_torch_multiprocessing(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    assert _run_script(tmp_path, "script.py", "spawn", "leave", **meeting).count("ok") == 2
+
+
+@pytest.mark.parametrize("ending", ["destroy", "leave"])
+def test_under_phalanx_run(tmp_path: Path, ending: str) -> None:
+    command = ("-m", "phalanx.cli.main", "run", "--nproc", "2", "script.py", ending)
+    assert _run_script(tmp_path, *command).count("ok") == 2
+
+
+def test_import_phalanx_registers_the_backend() -> None:
+    script = "import phalanx, torch.distributed as dist; assert dist.Backend.PHALANX == 'phalanx'"
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60, cwd=ROOT)
