@@ -2,17 +2,20 @@
 
 Two ranks, each with one compute thread, Adam. Every contender trains its own copy of the model on the same data,
 in the same processes, a block of steps in turn: torch's optimizer behind torch's DDP on gloo (parameters in bucket
-views, its faster setting), and ours behind ours, overlapped with backward and alone, on gloo and on shared memory.
+views, its faster setting), and ours behind ours, on gloo and on shared memory: overlapped with backward, the same with
+one copy of the parameters for both ranks (`shared_parameters=True`), and alone.
 *Update* is the time of `step()` alone, on gradients that are there. State is that of the rank with the most of it,
-against the total divided by the ranks; peak memory is measured in processes of their own, from before the
-model was built. DeepSpeed is left out unless it is installed.
+against the total divided by the ranks; peak memory is sampled in processes of their own, from before the model was built,
+memory that both ranks share counted half in each. DeepSpeed is left out unless it is installed.
 """
 
 from __future__ import annotations
 
 import statistics
+import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +25,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
 
 import phalanx
 from bench import ranks
-from bench.measure import Samples, interleave, peak_memory, ratio, reset_peak_memory
+from bench.measure import Samples, interleave, ratio
 from bench.models import CASES, Batch, Case
 from bench.table import Result, Row, options, present
 from phalanx.launch.worker import Worker
@@ -33,6 +36,7 @@ OURS = "phalanx"
 MODELS = ("gpt-5m", "gpt-30m")
 TARGETS = {"phalanx": 0.6, "gloo": 0.85}
 BLOCK_S = 0.1
+LOOK_S = 0.004
 
 Step = Callable[[], None]
 
@@ -80,14 +84,15 @@ def contender(name: str, case: Case, rank: int, groups: dict[str, Any]) -> tuple
             lr=1e-4,
         )
     else:
-        backend, overlaps = name.split("/")
+        backend, kind = name.split("/")
         wrapped = phalanx.DistributedDataParallel(model, process_group=groups[backend])
         optimizer = ZeroRedundancyOptimizer(
             wrapped.parameters(),
             torch.optim.Adam,
             process_group=groups[backend],
             parameters_as_bucket_view=True,
-            overlap_with_ddp=overlaps == "overlapped",
+            overlap_with_ddp=kind != "alone",
+            shared_parameters=kind == "one copy",
             lr=1e-4,
         )
     generator = torch.Generator().manual_seed(100 + rank)
@@ -139,17 +144,44 @@ def _state_bytes(optimizer: Any) -> int:
 
 
 def weigh_case(worker: Worker, case: str, name: str) -> int:
-    """On each rank: the peak of resident bytes while training, above what the process held before."""
+    """On each rank: the peak of bytes while training, above what the process held before."""
     torch.set_num_threads(1)
     groups = _groups([name.split("/")[0] if name != TORCH else "gloo"])
     warm = nn.Linear(8, 8)
     warm(torch.ones(1, 8)).sum().backward()
-    reset_peak_memory()
-    before = peak_memory()
-    _, step, _ = contender(name, _case(case), worker.rank, groups)
-    for _ in range(6):
-        step()
-    return peak_memory() - before
+    with Weighing() as weighing:
+        _, step, _ = contender(name, _case(case), worker.rank, groups)
+        for _ in range(6):
+            step()
+    return weighing.peak - weighing.before
+
+
+class Weighing:
+    """The most memory that this process holds meanwhile, a page that several share counted in parts."""
+
+    def __init__(self) -> None:
+        self.before = self.peak = _proportional_bytes()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._look)
+
+    def __enter__(self) -> Weighing:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _look(self) -> None:
+        while not self._ended.wait(LOOK_S):
+            self.peak = max(self.peak, _proportional_bytes())
+
+
+def _proportional_bytes() -> int:
+    for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
+        if line.startswith("Pss:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError("the kernel does not tell the proportional memory of a process")
 
 
 def _samples(by_rank: list[Any], name: str) -> Samples:
@@ -158,7 +190,7 @@ def _samples(by_rank: list[Any], name: str) -> Samples:
 
 
 def _timing_rows(case: str, backends: list[str], num_rounds: int, only_update: bool) -> list[Row]:
-    kinds = ("alone",) if only_update else ("overlapped", "alone")
+    kinds = ("alone",) if only_update else ("overlapped", "one copy", "alone")
     names = [TORCH, *(f"{backend}/{kind}" for backend in backends for kind in kinds)]
     arguments = {"case": case, "names": names, "num_rounds": num_rounds, "only_update": only_update}
     by_rank = ranks.run(2, "bench.zero:time_case", arguments)
@@ -169,7 +201,7 @@ def _timing_rows(case: str, backends: list[str], num_rounds: int, only_update: b
         ours = _samples(by_rank, name)
         share = ratio(ours, theirs)
         what = "update" if only_update else "step"
-        target = TARGETS[backend] if kind == "overlapped" or only_update else None
+        target = TARGETS[backend] if kind != "alone" else None
         title = f"{case}: {what}, {kind}, {_words(backend)}"
         rows.append(Row(title, ours.median, theirs.median, share.median, share.low, share.high, target=target))
     if not only_update:

@@ -30,6 +30,7 @@ def clip_slices(
     slices: Sequence[torch.Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool, transport: Transport
 ) -> torch.Tensor:
     """Where every rank has slices that together are all gradients. The same norm, in the same order, everywhere."""
+    slices = [part for part in slices if part.numel()]
     norms = [torch.linalg.vector_norm(part, norm_type, dtype=torch.float64) for part in slices]
     device = slices[0].device if slices else torch.device("cpu")
     together = torch.stack([norm.to(device) for norm in norms]) if norms else torch.zeros(1, dtype=torch.float64)

@@ -5,6 +5,7 @@ A step goes bucket by bucket: step the own slice of one, send it off, step the n
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,9 @@ import torch
 from torch.autograd.graph import increment_version
 
 from ..comm.collectives import Collectives
+from ..comm.one_copy import allocate_one_copy
 from ..comm.patience import Patience
+from ..errors import ConfigError
 from ..observe import trace
 from ..plan import Bucket, BucketCaps, BucketPlan, ParamSpec, build_plan
 from ..plan.shards import Ownership, Span, element_ownership
@@ -21,7 +24,7 @@ from .gathering import Gathering
 from .local import LocalOptimizer
 from .partition import Held, Partition
 from .roster import Roster
-from .shard import LivePiece, Shard
+from .shard import Allocate, LivePiece, Shard
 
 # As large as those of DistributedDataParallel: fewer collectives cost less than more overlap gains on one host,
 # and several of these are under way at once in any model for which it matters.
@@ -51,6 +54,14 @@ def own_layouts(roster: Roster, numbers: Sequence[int]) -> list[Layout]:
     return layouts
 
 
+class Home(enum.Enum):
+    """Where parameters live: in memory of their own, in that of their buckets, or in one copy for all ranks."""
+
+    OWN = enum.auto()
+    BUCKET = enum.auto()
+    SHARED = enum.auto()
+
+
 class ElementPartition(Partition):
     """Equal slices of the buckets of `layouts`, which together hold every parameter of the roster once."""
 
@@ -62,22 +73,35 @@ class ElementPartition(Partition):
         collectives: Collectives,
         patience: Patience,
         layouts: Sequence[Layout],
-        as_views: bool,
+        home: Home,
     ) -> None:
         super().__init__(roster, collectives, patience)
         self.layouts = list(layouts)
         self.gathering = Gathering(collectives, patience)
-        self.shards_of = [self._shards(layout, as_views) for layout in self.layouts]
+        self._home = home
+        self.shards_of = [self._shards(layout) for layout in self.layouts]
         self.shards = [shard for shards in self.shards_of for shard in shards]
         self.gathering.provide(self.shards)
+        if home is Home.SHARED:
+            # Where parameters moved from may be shared as well, and must stay until everybody has left it.
+            self.gathering.meet()
 
-    def _shards(self, layout: Layout, as_views: bool) -> list[Shard]:
+    def _shards(self, layout: Layout) -> list[Shard]:
         params = [self.roster.params[n] for n in layout.numbers]
-        return [self._shard(bucket, layout, params, as_views) for bucket in layout.plan.buckets]
+        return [self._shard(bucket, layout, params) for bucket in layout.plan.buckets]
 
-    def _shard(self, bucket: Bucket, layout: Layout, params: Sequence[torch.Tensor], as_views: bool) -> Shard:
+    def _shard(self, bucket: Bucket, layout: Layout, params: Sequence[torch.Tensor]) -> Shard:
         specs: Sequence[ParamSpec] = layout.plan.specs
-        return Shard(bucket, specs, params, layout.numbers, self.collectives, as_views)
+        allocate: Allocate | None = None
+        if self._home is not Home.OWN:
+            allocate = self._share if self._home is Home.SHARED else self.collectives.allocate
+        shared = self._home is Home.SHARED
+        return Shard(bucket, specs, params, layout.numbers, self.collectives, allocate, shared)
+
+    def _share(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        if device.type != "cpu":
+            raise ConfigError(f"shared_parameters=True is for parameters on the processor, got some on {device}.")
+        return allocate_one_copy(numel, dtype, self.collectives, self.patience)
 
     @property
     def ownership(self) -> Ownership:
@@ -98,6 +122,7 @@ class ElementPartition(Partition):
             with torch.enable_grad():
                 loss = closure()
         with torch.no_grad():
+            self.prepare()
             for shard in self.shards:
                 if shard.is_due():
                     shard.refresh()
@@ -106,6 +131,12 @@ class ElementPartition(Partition):
                     shard.drop_gradients()
             self.gathering.finish()
         return loss
+
+    def prepare(self) -> None:
+        """Before a step: return when parameters may be changed."""
+        if self._home is Home.SHARED:
+            # Another rank may still be computing with the parameters that this one is about to change.
+            self.gathering.meet()
 
     def update(self, shard: Shard, local: LocalOptimizer, arguments: dict[str, Any]) -> None:
         """Step the pieces of one refreshed shard that have a gradient, and start gathering its bucket."""

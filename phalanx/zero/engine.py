@@ -15,7 +15,7 @@ import torch
 from ..comm.collectives import Collectives
 from ..comm.patience import Patience
 from ..plan.shards import Span
-from .element import ElementPartition, Layout, own_layouts
+from .element import ElementPartition, Home, Layout, own_layouts
 from .kinds import Choice, Kind
 from .local import LocalOptimizer
 from .movement import Movement, merge_trees
@@ -46,10 +46,10 @@ class Engine:
         groups: Sequence[dict[str, Any]],
         choice: Choice,
         transport: Transport,
-        as_views: bool,
+        home: Home,
     ) -> None:
         self.choice = choice
-        self.as_views = as_views
+        self.home = home
         self.transport = transport
         self.roster = Roster.of(groups)
         self.lay_out: LayOut = _lay_out_alone
@@ -70,22 +70,26 @@ class Engine:
         collectives, patience = self.transport.collectives, self.transport.patience
         if self.choice.partition == "parameter":
             coupled = self.choice.kind is Kind.COUPLED
-            return ParameterPartition(roster, collectives, patience, self.as_views, coupled)
-        return ElementPartition(roster, collectives, patience, self.lay_out(roster), self.as_views)
+            return ParameterPartition(roster, collectives, patience, self.home is Home.BUCKET, coupled)
+        return ElementPartition(roster, collectives, patience, self.lay_out(roster), self.home)
 
     # -- other parameters, another plan --------------------------------------------------------
 
     def add_group(self, groups: Sequence[dict[str, Any]]) -> None:
         """The last of `groups` is new. Every rank calls it at the same point."""
         roster = Roster.of(groups)
+        # Whatever may refuse the group comes before anything is changed.
+        new = self._divide(roster)
         self.local.add_group(groups[-1])
-        self.redivide(roster)
+        self._move(roster, new)
         self.local.push(groups)
 
-    def redivide(self, roster: Roster | None = None) -> None:
+    def redivide(self) -> None:
         """Divide anew and move the state there. Every rank calls it at the same point; nothing is lost."""
-        old, roster = self.partition, self.roster if roster is None else roster
-        new = self._divide(roster)
+        self._move(self.roster, self._divide(self.roster))
+
+    def _move(self, roster: Roster, new: Partition) -> None:
+        old = self.partition
         slices = None
         if self.has_state:
             live = self._live()

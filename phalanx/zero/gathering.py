@@ -35,30 +35,37 @@ class Gathering:
         self.collectives = collectives
         self.patience = patience
         self._pending: deque[_Flight] = deque()
+        self._sizes: dict[tuple[torch.dtype, torch.device], int] = {}
         self._buffers: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
         self._taken: dict[tuple[torch.dtype, torch.device], int] = {}
+        # Of shared parameters, which are in place as soon as all ranks have written.
+        self._written: list[Shard] = []
 
     def provide(self, shards: list[Shard]) -> None:
-        """Have the scratch memory that these shards need; what others needed is given back."""
+        """Be ready for these shards. Memory is taken when the first is launched: many divisions are never stepped."""
         self.finish()
-        self._buffers, self._taken = {}, {}
-        most: dict[tuple[torch.dtype, torch.device], int] = {}
+        self._buffers, self._taken, self._sizes = {}, {}, {}
         for shard in shards:
             if shard.flat is None:
                 kind = (shard.bucket.dtype, shard.device)
-                most[kind] = max(most.get(kind, 0), shard.slice_numel * self.collectives.world)
-        for (dtype, device), numel in most.items():
-            buffers = [self.collectives.allocate(numel, dtype, device) for _ in range(_NUM_BUFFERS)]
-            self._buffers[dtype, device] = buffers
-            self._taken[dtype, device] = 0
+                self._sizes[kind] = max(self._sizes.get(kind, 0), shard.slice_numel * self.collectives.world)
+
+    def _next_buffer(self, kind: tuple[torch.dtype, torch.device]) -> torch.Tensor:
+        if kind not in self._buffers:
+            dtype, device = kind
+            self._buffers[kind] = [self.collectives.allocate(self._sizes[kind], dtype, device) for _ in range(_NUM_BUFFERS)]
+            self._taken[kind] = 0
+        self._taken[kind] += 1
+        return self._buffers[kind][self._taken[kind] % _NUM_BUFFERS]
 
     def launch(self, shard: Shard) -> None:
         """Start gathering the shard's bucket; finishes older ones first if memory is short."""
+        if shard.is_shared:
+            self._written.append(shard)
+            return
         buffer = scratch = None
         if shard.flat is None:
-            kind = (shard.bucket.dtype, shard.device)
-            buffer = self._buffers[kind][self._taken[kind] % _NUM_BUFFERS]
-            self._taken[kind] += 1
+            buffer = self._next_buffer((shard.bucket.dtype, shard.device))
             while any(flight.buffer is buffer for flight in self._pending):
                 self._finish_oldest()
             scratch = buffer[: shard.slice_numel * self.collectives.world]
@@ -70,6 +77,15 @@ class Gathering:
         """Return when every parameter launched so far is equal on all ranks."""
         while self._pending:
             self._finish_oldest()
+        if self._written:
+            self.meet()
+            for shard in self._written:
+                shard.remember_writes()
+            self._written.clear()
+
+    def meet(self) -> None:
+        """Return when every rank has called it."""
+        self.patience.wait(self.collectives.all_reduce(torch.zeros(1)), "meeting around shared parameters")
 
     def _finish_oldest(self) -> None:
         flight = self._pending.popleft()

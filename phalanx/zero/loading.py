@@ -59,7 +59,7 @@ def check_states(
         if not isinstance(state, Mapping):
             raise StateError(f"{name}: its state must be a dict, got {type(state).__name__}.")
         if keys is not None:
-            _check_keys(set(state), keys, name, optimizer_class.__name__)
+            check_keys(set(state), keys, name, optimizer_class.__name__)
         if elementwise or keys is not None:
             _check_shapes(state, roster.specs[index], name)
             group, mine = roster.group_of[index], set(state)
@@ -75,7 +75,8 @@ def _listed(keys: set[str]) -> str:
     return ", ".join(sorted(keys)) or "nothing"
 
 
-def _check_keys(got: set[str], keys: StateKeys, name: str, class_name: str) -> None:
+def check_keys(got: set[str], keys: StateKeys, name: str, class_name: str) -> None:
+    """Raise unless these are the keys of a state of the class, or there is no state."""
     missing = keys.required - got if got else set()
     foreign = got - keys.required - keys.optional
     if missing or foreign:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..observe import trace
+from .element import Home
 from .scattered import ScatteredGradient
 
 if TYPE_CHECKING:
@@ -55,13 +56,15 @@ def report_memory(engine: Engine, bucket_bytes: int) -> MemoryReport:
     state = engine.local.num_state_bytes
     gradients = bucket_bytes + sum(_gradient_bytes(param) for param in params)
     parameters = sum(_bytes(param) for param in params)
-    mine = torch.tensor([state, gradients, parameters], dtype=torch.int64, device=device)
+    # One copy for all ranks: each has its part of it.
+    held = parameters // engine.collectives.world if engine.home is Home.SHARED else parameters
+    mine = torch.tensor([state, gradients, held], dtype=torch.int64, device=device)
     everyone = torch.zeros(3 * engine.collectives.world, dtype=torch.int64, device=device)
     engine.transport.patience.wait(engine.collectives.all_gather(everyone, mine), "asking for memory")
     ranks = tuple(RankMemory(*row) for row in everyone.view(-1, 3).tolist())
     trained = sum(_bytes(param) for param in params if param.requires_grad)
     report = MemoryReport(ranks, RankMemory(sum(row.state for row in ranks), trained, parameters))
-    trace.fact(trace.MEMORY, {"state": state, "gradients": gradients, "parameters": parameters})
+    trace.fact(trace.MEMORY, {"state": state, "gradients": gradients, "parameters": held})
     return report
 
 

@@ -21,9 +21,10 @@ from ..ddp.wrappers import known_wrappers
 from ..errors import ConfigError, PhalanxError, ReductionError, StateError
 from . import step_hooks
 from .clipping import clip_gradients, clip_slices
+from .element import Home
 from .engine import Engine, Transport
 from .join import ShadowStep
-from .kinds import check_class, choose_partition
+from .kinds import Choice, check_class, choose_partition
 from .loading import check_states, check_structure, install
 from .memory import MemoryReport, report_memory
 from .overlap import Overlap
@@ -44,6 +45,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
 
     `partition` says how parameters are divided: "element" cuts them into equal slices, for optimizers that act
     element by element; "parameter" gives whole ones to ranks; "auto" takes the former where it is right.
+    `shared_parameters=True`, for all ranks on one host, keeps one physical copy of the parameters for all of them.
     With `stage=2` gradients that a rank does not own are freed: `step` leaves no `.grad` behind.
 
     With `overlap_with_ddp=True` backward itself reduces, steps and gathers, bucket by bucket, in the
@@ -63,6 +65,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         stage: int = 1,
         partition: str = "auto",
         step_in_backward: bool | None = None,
+        shared_parameters: bool = False,
         **defaults: Any,
     ) -> None:
         listed = check_params(params)
@@ -83,8 +86,10 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         self.global_rank = dist.get_rank()
         choice = choose_partition(optimizer_class, partition, self.world_size, defaults)
         self.partition, self.partition_reason = choice.partition, choice.reason
-        as_views = self.parameters_as_bucket_view and not overlap_with_ddp
-        self._engine = Engine(optimizer_class, defaults, self.param_groups, choice, transport, as_views)
+        home = _home(shared_parameters, self.parameters_as_bucket_view and not overlap_with_ddp, choice, self.world_size)
+        self._engine = Engine(optimizer_class, defaults, self.param_groups, choice, transport, home)
+        # Schedulers look here for options that were left at their default.
+        self.defaults = {**self.optim.defaults}
         self._consolidated: dict[int, Any] | None = None
         self._hook_arguments: tuple[tuple[Any, ...], dict[str, Any]] = ((self,), {})
         self._num_updates_seen = 0
@@ -150,6 +155,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         if overlap.reducer and overlap.num_updates == self._num_updates_seen:
             overlap.refuse_unreduced()
         self._num_updates_seen = overlap.num_updates
+        overlap.confirmed = True
         return loss
 
     def _bracket_update(self, begins: bool) -> dict[str, Any]:
@@ -239,6 +245,29 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
             check_structure(state_dict, self.param_groups)
             raise StateError(f"not a state that this optimizer can load: {error!r}.") from error
 
+    def sharded_state_dict(self) -> dict[str, torch.Tensor]:
+        """This rank's part of the state, for `torch.distributed.checkpoint.save`; every rank calls it.
+
+        Nothing is gathered or copied: save it before the next step.
+        """
+        from .sharded import save_form  # torch.distributed.checkpoint takes long to import
+
+        return save_form(self._engine, self.param_groups)
+
+    def load_sharded_state_dict(self, checkpoint: Any, prefix: str = "") -> None:
+        """Load what was saved from `sharded_state_dict()`, by any number of ranks and partition; every rank calls it.
+
+        `checkpoint` is a folder or a `torch.distributed.checkpoint.StorageReader`; `prefix` is the key in the saved dict,
+        with dots between several. A checkpoint that does not fit raises StateError and changes nothing.
+        """
+        from .sharded import Loading
+
+        options = Loading(self._engine, checkpoint, prefix).run(self.param_groups)
+        for group, loaded in zip(self.param_groups, options, strict=True):
+            group.update(loaded)
+        self._engine.local.pull(self.param_groups)
+        self._consolidated = None
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         # Torch calls this from load_state_dict, after the user's hooks and before anything has changed.
         if not self.__dict__.get("initialized"):
@@ -308,6 +337,17 @@ def _evaluate(closure: Any) -> Any:
         return None
     with torch.enable_grad():
         return closure()
+
+
+def _home(shared: bool, as_views: bool, choice: Choice, world: int) -> Home:
+    if shared and world > 1 and choice.partition != "element":
+        raise ConfigError(
+            f"shared_parameters=True needs the element partition, but this is the parameter partition ({choice.reason}). "
+            "Use shared_parameters=False."
+        )
+    if shared and world > 1:
+        return Home.SHARED
+    return Home.BUCKET if as_views else Home.OWN
 
 
 def _transport(group: dist.ProcessGroup) -> Transport:

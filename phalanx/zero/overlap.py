@@ -3,8 +3,12 @@
     partition, hook        what the reducer does       `.grad` after backward    when a bucket is stepped
     element                reduce-scatter              scattered (see there)     as soon as its mean is there
     element, user's hook   what the hook does          the mean                  as soon as its mean is there
+    element, low precision all-reduce, or the hook     the mean                  all together, at the end
     parameter              all-reduce, or the hook     the mean                  all together, at the end
 
+Where DistributedDataParallel has mixed_precision, parameters are in full precision only when backward has ended.
+The first backward that a wrapper reduces is reduced whole, because the plan that it leads to is another one: buckets
+are divided once that is known, and the update is made then.
 With `step_in_backward=False` nothing is stepped before `step()` is called, which makes room for clipping.
 The plan may be replaced after the first backward, and again with another wrapper: the state then moves to the
 new division before the next bucket is reduced.
@@ -21,15 +25,25 @@ import torch
 from ..ddp.bucket import LiveBucket
 from ..ddp.module import DistributedDataParallel
 from ..ddp.reducer import Reducer
+from ..ddp.reduction import AllReduce, HookReduction, Reduction
 from ..ddp.wrappers import known_wrappers, listen
 from ..errors import ConfigError, MismatchError, ReductionError
-from .element import ElementPartition, Layout, own_layouts
+from ..plan import BucketCaps, BucketPlan, build_plan
+from ..plan.buckets import DEFAULT_CAP_BYTES
+from .element import ElementPartition, Home, Layout, own_layouts
 from .engine import Engine
 from .kinds import Kind
 from .roster import Roster
 from .scatter import ScatterReduction
 from .scattered import ScatteredGradient
+from .storage import give_back_memory
 from .windows import GradientWindows
+
+# On a hook that does what happens without it, so that the reduction that scatters may take its place.
+REPLACEABLE = "_phalanx_replaceable"
+
+# However large the model: beyond this, what overlaps with backward saves more than fewer collectives do.
+_MOST_BUCKET_BYTES = 256 * 1024 * 1024
 
 # The optimizer that a reducer works for. The latest wins; an earlier one says so when it is used.
 # Weak on both sides: an engagement knows its reducer, so a strong value would keep its own key alive.
@@ -56,6 +70,11 @@ class Overlap:
         self._updating = False
         self._torn = False
         self._stale = False
+        self._low_precision = False
+        # Whether `step()` has been called since the last update: then gradients left there are left on purpose.
+        self.confirmed = False
+        # Gradients that were whole when the last backward ended, and used in its update, with their versions.
+        self._used: list[tuple[torch.Tensor, weakref.ref[torch.Tensor], int]] = []
         self._wrapper: weakref.ref[DistributedDataParallel] | None = None
         self._scatter: ScatterReduction | None = None
         self.windows: GradientWindows | None = None
@@ -80,8 +99,7 @@ class Overlap:
                 "overlap_with_ddp=True, but no phalanx.DistributedDataParallel wraps the parameters of this optimizer. "
                 "Wrap the model, or use overlap_with_ddp=False."
             )
-        latest = _latest.get(wrapper.reducer)
-        if latest is None or latest() is not self:
+        if _user_of(wrapper.reducer) is not self:
             raise ConfigError(
                 "another optimizer has been made with overlap_with_ddp=True for the same wrapper since. "
                 "Use that one, or give all parameters to one optimizer."
@@ -104,18 +122,54 @@ class Overlap:
         if reducer is None or not any(param in self.engine.roster.index_of for param in reducer.params):
             return
         self._check(wrapper, reducer)
+        earlier = _user_of(reducer)
+        if earlier is not None:
+            earlier._leave(reducer)
         self._wrapper = weakref.ref(wrapper)
         _latest[reducer] = weakref.ref(self)
         reducer.shadow_takes = True
         reducer.on_adopted.append(self._adopted)
+        reducer.on_begun.append(self._begun)
         reducer.on_bucket_reduced.append(self._reduced)
         reducer.on_reduced.append(self._ended)
-        if self.engine.choice.partition == "element" and wrapper._hook is None:
+        self._low_precision = wrapper.mixed_precision is not None
+        if self.engine.choice.partition == "element" and not self._low_precision:
             self._scatter = ScatterReduction(
                 reducer.collectives, reducer.patience, reducer, self, self.stage, self.in_backward
             )
-            reducer.use(self._scatter)
+            if wrapper._hook is None:
+                self._install(wrapper, reducer)
         self._stale = True
+
+    def _install(self, wrapper: DistributedDataParallel, reducer: Reducer) -> None:
+        """Scatter from the next backward on, or if that is to be observed, from the one after it."""
+        assert self._scatter is not None, "there is a reduction to install"
+        reduction: Reduction = self._scatter
+        if not reducer.settled:
+            reduction = AllReduce(reducer.collectives, reducer.patience)
+        reducer.use(reduction, self._wider(wrapper, reducer))
+
+    def _leave(self, reducer: Reducer) -> None:
+        """Another optimizer takes the place of this one, which the reducer is not to keep alive."""
+        reducer.on_adopted.remove(self._adopted)
+        reducer.on_begun.remove(self._begun)
+        reducer.on_bucket_reduced.remove(self._reduced)
+        reducer.on_reduced.remove(self._ended)
+
+    def _wider(self, wrapper: DistributedDataParallel, reducer: Reducer) -> BucketPlan | None:
+        """The plan with fewer, larger buckets, where nobody asked for a size; None to keep the plan.
+
+        A scattered bucket costs three collectives where a plain one costs one. In the second stage large buckets
+        would cost the memory that it is to save.
+        """
+        chosen = len(wrapper.caps.caps_bytes) == 1 or bool(wrapper.bucket_bytes_cap_list)
+        if chosen or self.stage == 2 or reducer.arrange is not None:
+            return None
+        plan = reducer.plan
+        total = sum(bucket.num_bytes for bucket in plan.buckets)
+        even = -(-total // reducer.collectives.worthwhile_buckets)
+        cap = max(DEFAULT_CAP_BYTES, min(even, _MOST_BUCKET_BYTES))
+        return build_plan(plan.specs, BucketCaps((cap,)), plan.order)
 
     def _check(self, wrapper: DistributedDataParallel, reducer: Reducer) -> None:
         mine, theirs = self.engine.collectives.group, wrapper.process_group
@@ -123,11 +177,6 @@ class Overlap:
             raise ConfigError(
                 "overlap_with_ddp=True needs the optimizer and DistributedDataParallel on the same process group. "
                 "Give both the same process_group."
-            )
-        if wrapper.mixed_precision is not None:
-            raise ConfigError(
-                "overlap_with_ddp=True is not possible with mixed_precision: parameters are not in full precision "
-                "while backward runs. Use overlap_with_ddp=False."
             )
         if self.engine.choice.partition == "element" and any(bucket.sparse for bucket in reducer.plan.buckets):
             names = [reducer.plan.specs[b.slots[0].param].name for b in reducer.plan.buckets if b.sparse]
@@ -144,6 +193,13 @@ class Overlap:
 
     def _adopted(self) -> None:
         self._stale = True
+        wrapper = self.wrapper
+        reducer = None if wrapper is None else wrapper._reducer
+        if wrapper is None or reducer is None or self._scatter is None or _user_of(reducer) is not self:
+            return
+        used = reducer.reduction
+        if isinstance(used, HookReduction) and getattr(used.hook, REPLACEABLE, False):
+            self._install(wrapper, reducer)
 
     def catch_up(self) -> None:
         """Divide by the reducer's plan if it is another one by now. Every rank is here at the same point."""
@@ -156,7 +212,11 @@ class Overlap:
                 "old one. Save the state before the change, and load it into an optimizer on the new group."
             )
         engine = self.engine
-        engine.lay_out, engine.as_views = self._lay_out, True
+        # The reducer's plan is in the precision of its buckets, which parameters of full precision cannot live in.
+        if not self._low_precision:
+            engine.lay_out = self._lay_out
+            if engine.home is Home.OWN:
+                engine.home = Home.BUCKET
         if self.windows is not None and self.scatters:
             self.windows.park()
         engine.redivide()
@@ -197,8 +257,13 @@ class Overlap:
             )
         with torch.no_grad():
             self.catch_up()
-            if self.windows is not None:
-                self.windows.begin(shadow)
+            if self.windows is not None and self.windows.begin(shadow):
+                self._refuse_second_use()
+
+    def packed(self, bucket: LiveBucket, place: int) -> None:
+        """A local gradient is in the bucket, and needs no memory of its own any more."""
+        if self.windows is not None:
+            self.windows.replace(bucket, place)
 
     def sent(self, bucket: LiveBucket) -> None:
         """The bucket has been packed: its local gradients are not needed any more."""
@@ -214,9 +279,25 @@ class Overlap:
 
     # -- a backward that leaves whole gradients ------------------------------------------------
 
+    def _begun(self) -> None:
+        for param, seen, version in self._used:
+            grad = seen()
+            if grad is not None and param.grad is grad and grad._version == version:
+                self._refuse_second_use()
+        self._used = []
+
+    def _refuse_second_use(self) -> None:
+        """A backward adds to gradients of the last one. Its update is made, and cannot be joined with this one's."""
+        if self.in_backward and self.num_updates and not self.confirmed:
+            raise ReductionError(
+                "the gradients of the last backward, which made an update, have not been zeroed, nor has step() been called "
+                "since: this backward would make another update from their sum. Call zero_grad() before each update's "
+                "first backward; accumulate under no_sync(), or make the optimizer with step_in_backward=False."
+            )
+
     @torch.no_grad()
     def _reduced(self, bucket: LiveBucket) -> None:
-        if self.scatters:
+        if self.scatters or self._low_precision or not self.reducer.settled:
             return
         self.catch_up()
         partition = self.engine.partition
@@ -251,30 +332,55 @@ class Overlap:
     @torch.no_grad()
     def _ended(self) -> None:
         """The backward has ended everywhere: finish the update, and follow a new plan."""
-        if self.in_backward:
-            partition = self.engine.partition
-            self._open()
-            if isinstance(partition, ElementPartition):
-                partition.gathering.finish()
-            else:
-                partition.step(self.engine.local, None, self._arguments)
-            if self.stage == 2 and not self.scatters:
-                for param in self.engine.roster.params:
-                    param.grad = None
-            self._updating = False
-            self.num_updates += 1
-            self._bracket(False)
+        if self._updating and isinstance(self.engine.partition, ElementPartition):
+            self.engine.partition.gathering.finish()
+            self._close()
+            self.catch_up()
+            return
+        whole = not self.scatters
+        if self._scatter is not None and type(self.reducer.reduction) is AllReduce:
+            self.reducer.use(self._scatter)
         self.catch_up()
+        if self.windows is not None and whole:
+            self.windows.absorb()
+            give_back_memory()
+        if self.in_backward:
+            self._open()
+            self._step_everything(self._arguments)
+            self._forget_gradients()
+            self._close()
+
+    def _close(self) -> None:
+        self._updating = False
+        self.confirmed = False
+        self.num_updates += 1
+        self._bracket(False)
+
+    def _forget_gradients(self) -> None:
+        """Gradients have been used: free whole ones, or remember that they have been."""
+        if self.windows is not None:
+            self.windows.mark_all()
+            return
+        for param in self.engine.roster.params:
+            if self.stage == 2:
+                param.grad = None
+            elif param.grad is not None:
+                self._used.append((param, weakref.ref(param.grad), param.grad._version))
 
     @torch.no_grad()
     def step(self, arguments: dict[str, Any]) -> None:
         """Step what backward left scattered, all buckets together (`step_in_backward=False`)."""
-        partition, windows = self.engine.partition, self.windows
-        if windows is None or not isinstance(partition, ElementPartition):
+        if self.windows is None:
             self.refuse_unreduced()
+        self._step_everything(arguments)
+
+    def _step_everything(self, arguments: dict[str, Any]) -> None:
+        partition, windows = self.engine.partition, self.windows
+        if windows is None or windows.forgets or not isinstance(partition, ElementPartition):
             partition.step(self.engine.local, None, arguments)
             return
         windows.arm()
+        partition.prepare()
         for shards in partition.shards_of:
             for shard in shards:
                 if shard.is_due():
@@ -294,3 +400,8 @@ class Overlap:
                     f"step() has nothing to step: {self.engine.roster.names[number]} has a gradient, but no backward has "
                     "reduced it since the last step. Run the last backward of each step outside no_sync()."
                 )
+
+
+def _user_of(reducer: Reducer) -> Overlap | None:
+    latest = _latest.get(reducer)
+    return None if latest is None else latest()

@@ -21,8 +21,9 @@ from ..ddp.reduction import Reduction
 from ..errors import ReductionError
 from ..plan.shards import UNIT, slice_numel
 
-# Under way at once: one bucket travels while the next fills.
-LAG = 1
+# Buckets under way at once. In the first stage nothing but time is lost by waiting, so that backward hardly ever waits
+# for a bucket; in the second each costs memory.
+LAGS = {1: 2, 2: 1}
 
 
 class SliceTaker(Protocol):
@@ -30,6 +31,9 @@ class SliceTaker(Protocol):
 
     def begin(self, shadow: bool) -> None:
         """A backward starts."""
+
+    def packed(self, bucket: LiveBucket, place: int) -> None:
+        """A local gradient is in the bucket, and needs no memory of its own any more."""
 
     def sent(self, bucket: LiveBucket) -> None:
         """The local gradients of a bucket are not needed any more."""
@@ -42,7 +46,6 @@ class ScatterReduction(Reduction):
     """Reduce-scatter in place of all-reduce. `used_at_once`: the taker is done with a slice when it returns."""
 
     tail_rides = False
-    lag = LAG
 
     def __init__(
         self,
@@ -57,6 +60,7 @@ class ScatterReduction(Reduction):
         self._reducer = reducer
         self._taker = taker
         self._stage = stage
+        self.lag = LAGS[stage]
         self.used_at_once = used_at_once
         self.packs_early = stage == 1
         self._shared: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
@@ -94,7 +98,7 @@ class ScatterReduction(Reduction):
         alike = [b for b in self._reducer.plan.buckets if (b.dtype, b.device) == kind]
         if (dtype, device) not in self._shared:
             most = max(self._padded(bucket.numel) for bucket in alike)
-            count = min(LAG + 1, len(alike))
+            count = min(LAGS[2] + 1, len(alike))
             self._shared[dtype, device] = [self.collectives.allocate(most, dtype, device) for _ in range(count)]
         turn = sum(bucket.index < index for bucket in alike) % len(self._shared[dtype, device])
         return self._shared[dtype, device][turn][:padded]
@@ -126,6 +130,9 @@ class ScatterReduction(Reduction):
 
     def begin(self, shadow: bool) -> None:
         self._taker.begin(shadow)
+
+    def packed(self, bucket: LiveBucket, place: int) -> None:
+        self._taker.packed(bucket, place)
 
     def launch(self, bucket: LiveBucket) -> None:
         self._taker.sent(bucket)

@@ -29,10 +29,14 @@ class SliceKeeper(Protocol):
 
 
 class ScatteredGradient(torch.Tensor):
-    """Has the shape of a parameter and no memory. `pending` is local gradient not reduced yet."""
+    """Has the shape of a parameter and no memory. `pending` is local gradient not reduced yet.
+
+    `is_leaving`: it stands for a local gradient on its way out, to which nothing can be added any more.
+    """
 
     number: int
     pending: torch.Tensor | None
+    is_leaving: bool
     keeper: weakref.ref[SliceKeeper]
 
     @staticmethod
@@ -42,6 +46,7 @@ class ScatteredGradient(torch.Tensor):
         )
         made.number = number
         made.pending = None
+        made.is_leaving = False
         made.keeper = weakref.ref(keeper)
         return made
 
@@ -58,6 +63,12 @@ class ScatteredGradient(torch.Tensor):
         first: Any = args[0] if args else None
         if func is _aten.add_.Tensor and isinstance(first, cls) and not isinstance(args[1], cls):
             # Autograd adds the gradient of a further backward.
+            if first.is_leaving:
+                raise ReductionError(
+                    "a nested backward brought more gradient to a parameter whose gradient was already on its way to the "
+                    "other ranks, for ZeroRedundancyOptimizer(overlap_with_ddp=True). Use checkpoint(..., "
+                    "use_reentrant=False) from the first step on, or overlap_with_ddp=False."
+                )
             new = args[1]
             first.pending = new.clone() if first.pending is None else first.pending.add_(new)
             return first

@@ -12,19 +12,24 @@ Owns the pieces. Must not know of the optimizer, nor when a step happens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from ..comm.collectives import Collectives, Work
-from ..errors import ReductionError
+from ..errors import MismatchError, ReductionError
 from ..plan import Bucket, ParamSpec
 from ..plan.shards import Piece, pieces_of, slice_numel
 from .storage import ParameterStorage, flatten
 
 # Elements of one piece on a CPU. Optimizers pass over a tensor a dozen times; a piece of this size, with its
-# gradient and state, stays in the second-level cache in between, which makes a step of Adam three times faster.
-CPU_CHUNK = 131072
+# gradient and state, stays in the cache in between, which makes a step of Adam two to three times faster than on the
+# whole; smaller ones cost more calls, larger ones fall out of the cache (docs/design/zero.md has the numbers).
+CPU_CHUNK = 196608
+
+
+# Makes the memory of a bucket in which parameters are to live.
+Allocate = Callable[[int, torch.dtype, torch.device], torch.Tensor]
 
 
 class LivePiece:
@@ -88,9 +93,14 @@ class Shard:
         params: Sequence[torch.Tensor],
         numbers: Sequence[int],
         collectives: Collectives,
-        as_views: bool,
+        allocate: Allocate | None,
+        is_shared: bool = False,
     ) -> None:
-        """`specs`, `params` and `numbers` (the parameters' numbers in the optimizer) are those of the plan."""
+        """`specs`, `params` and `numbers` (the parameters' numbers in the optimizer) are those of the plan.
+
+        With `allocate`, parameters move into the memory that it makes; `is_shared` says that this is the same memory
+        on all ranks.
+        """
         self.bucket = bucket
         self.index = bucket.index
         self.params = [params[slot.param] for slot in bucket.slots]
@@ -98,9 +108,11 @@ class Shard:
         self.slice_numel = slice_numel(bucket.numel, collectives.world)
         self._rank = collectives.rank
         self.flat: torch.Tensor | None = None
-        if as_views:
-            numel = self.slice_numel * collectives.world
-            self.flat = collectives.allocate(numel, bucket.dtype, self.device)
+        if allocate is not None:
+            self.flat = allocate(self.slice_numel * collectives.world, bucket.dtype, self.device)
+        self.is_shared = is_shared
+        # Of shared parameters, when they were last written by an optimizer; None before that.
+        self._versions: list[int] | None = None
         self.members = {
             slot.param: ParameterStorage(params[slot.param], specs[slot.param], self._home(slot.offset, slot.numel))
             for slot in bucket.slots
@@ -124,6 +136,8 @@ class Shard:
 
     def refresh(self) -> None:
         """Look where the parameters are, and bring their values to where the pieces see them."""
+        if self._versions is not None:
+            self._refuse_writes(self._versions)
         moved = [member for member in self.members.values() if member.refresh()]
         if moved:
             for piece in self.pieces:
@@ -133,6 +147,20 @@ class Shard:
             self._remember_copies()
         for edge in self._edges:
             edge.load()
+
+    def _refuse_writes(self, versions: Sequence[int]) -> None:
+        for member, version in zip(self.members.values(), versions, strict=True):
+            if member.param._version != version or member.has_moved:
+                raise MismatchError(
+                    f"{member.spec.name} was written outside the optimizer since the last step. With shared_parameters=True "
+                    "that changes it under every rank at once. Load parameters before the first step, or make the "
+                    "optimizer anew."
+                )
+
+    def remember_writes(self) -> None:
+        """All ranks have stepped: any write to a shared parameter from now on is somebody else's."""
+        if self.is_shared:
+            self._versions = [member.param._version for member in self.members.values()]
 
     def take_gradients(self) -> None:
         """Give every piece its slice of its parameter's `.grad`, or none."""

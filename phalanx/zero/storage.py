@@ -11,6 +11,8 @@ compared before every use. Must not know who owns which elements.
 
 from __future__ import annotations
 
+import ctypes
+
 import torch
 
 from ..errors import MismatchError
@@ -63,9 +65,14 @@ class ParameterStorage:
             self.flat = torch.empty(self.spec.numel, dtype=data.dtype, device=data.device)
         self._address = self.param.data_ptr()
 
+    @property
+    def has_moved(self) -> bool:
+        """Whether the parameter has been given other memory."""
+        return self.param.data_ptr() != self._address
+
     def refresh(self) -> bool:
         """Make `flat` hold the parameter's values now; true if it is another tensor than before."""
-        moved = self.param.data_ptr() != self._address
+        moved = self.has_moved
         if moved:
             self.is_shadow = False
             self._settle()
@@ -77,3 +84,14 @@ class ParameterStorage:
         """Give the parameter the values in `flat`, where they are not its own memory."""
         if self.is_shadow:
             self.param.detach().copy_(unflatten(self.flat, self.spec))
+
+
+def give_back_memory() -> None:
+    """After parameters have moved, and whole gradients are gone: what they were in need not stay with this process.
+
+    The allocator of the C library keeps freed pieces for later ones of their size, of which there will be none. Only
+    glibc can be asked; elsewhere nothing happens.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

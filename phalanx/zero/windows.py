@@ -45,12 +45,18 @@ class GradientWindows:
         self._markers = {number: ScatteredGradient(params[number], number, self) for number in trained}
         self._carried: dict[int, list[torch.Tensor]] = {}
 
+    @property
+    def forgets(self) -> bool:
+        """Whether slices are gone as soon as they have been used."""
+        return self._scatter.forgets
+
     # -- a backward ----------------------------------------------------------------------------
 
-    def begin(self, shadow: bool) -> None:
-        """Before new gradients arrive: remember the means that the user has not zeroed."""
+    def begin(self, shadow: bool) -> bool:
+        """Before new gradients arrive: remember the means that the user has not zeroed. True if there are any."""
         self._carried = {}
-        for number in self._markers:
+        for number, marker in self._markers.items():
+            marker.is_leaving = False
             param = self._engine.roster.params[number]
             if take_pending(param) and not shadow:
                 if self._scatter.forgets:
@@ -59,6 +65,13 @@ class GradientWindows:
                         "freed, so that another cannot be added to it. Call zero_grad() before each step's backward."
                     )
                 self._carried[number] = [gradient.clone() for _, gradient in self._pieces.get(number, ())]
+        return bool(self._carried)
+
+    def replace(self, bucket: LiveBucket, place: int) -> None:
+        """One gradient is in its bucket: free its memory, so that the next one is made in memory still in the cache."""
+        marker = self._markers[self._numbers[bucket.index][place]]
+        marker.is_leaving = True
+        bucket.params[place].grad = marker
 
     def release(self, bucket: LiveBucket) -> None:
         """The bucket has left: local gradients are in it, and need no memory of their own."""
@@ -71,6 +84,7 @@ class GradientWindows:
         if factor != 1.0:
             self._scatter.own(bucket).mul_(factor)
         for place, number in enumerate(self._numbers[bucket.index]):
+            self._markers[number].is_leaving = False
             used = usage is None or usage[place] > 0
             carried = self._carried.pop(number, None)
             for k, (piece, gradient) in enumerate(self._pieces.get(number, ())):
@@ -79,6 +93,25 @@ class GradientWindows:
                 piece.tensor.grad = gradient if used or carried is not None else None
             if used or carried is not None:
                 bucket.params[place].grad = self._markers[number]
+
+    def absorb(self) -> None:
+        """After a backward that left whole means: keep the own slices, where there is memory for them, and mark the rest."""
+        if self.forgets:
+            return
+        for shard, gradients in zip(self._shards, self._gradients, strict=True):
+            shard.take_gradients()
+            for piece, gradient in zip(shard.pieces, gradients, strict=True):
+                if piece.tensor.grad is not None:
+                    gradient.copy_(piece.tensor.grad)
+            shard.drop_gradients()
+        self.mark_all()
+
+    def mark_all(self) -> None:
+        """Free whatever whole gradients there are: each rank has its slices, or has used them."""
+        for number, marker in self._markers.items():
+            param = self._engine.roster.params[number]
+            if param.grad is not None and param.grad is not marker:
+                param.grad = marker
 
     # -- another division ----------------------------------------------------------------------
 

@@ -1,0 +1,139 @@
+"""Where parameters live: in their own memory, in the buckets, or in one copy for all ranks of a host."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import optim
+
+import phalanx
+from phalanx.comm import one_copy
+from phalanx.zero import ZeroRedundancyOptimizer
+from tests.cluster import run_ranks
+from tests.zero.cases import Given, mean_gradients, own_gradients, set_gradients
+
+pytestmark = pytest.mark.timeout(60)
+
+everywhere = pytest.mark.parametrize("backend", ["gloo", "phalanx"])
+
+
+def storages(model: Given) -> set[int]:
+    return {param.untyped_storage().data_ptr() for param in model.parameters() if param.numel()}
+
+
+def look_at_views(rank: int, world: int, overlapped: bool, backend: str) -> Any:
+    model = Given()
+    before = [param.clone() for param in model.parameters()]
+    strides = [param.stride() for param in model.parameters()]
+    zero = ZeroRedundancyOptimizer(
+        model.parameters(), optim.SGD, parameters_as_bucket_view=True, overlap_with_ddp=overlapped, lr=0.1
+    )
+    if overlapped:
+        wrapped = phalanx.DistributedDataParallel(model, bucket_cap_mb=1, on_unused="ignore")
+        wrapped([torch.zeros_like(param) for param in model.parameters()]).backward()
+    assert all(map(torch.equal, model.parameters(), before))
+    assert [param.stride() for param in model.parameters()] == strides
+    if backend == "phalanx":
+        memory = zero._engine.collectives._memory  # type: ignore[attr-defined]
+        assert all(memory.locate(param) is not None for param in model.parameters() if param.numel())
+    return len(storages(model))
+
+
+@everywhere
+@pytest.mark.parametrize("overlapped", [False, True], ids=["alone", "overlapped"])
+def test_parameters_move_into_the_memory_of_their_buckets(overlapped: bool, backend: str) -> None:
+    assert run_ranks(2, look_at_views, overlapped, backend, backend=backend) == [1, 1]
+
+
+def own_memory(rank: int, world: int) -> bool:
+    model = Given()
+    before = [param.data_ptr() for param in model.parameters()]
+    zero = ZeroRedundancyOptimizer(model.parameters(), optim.SGD, lr=0.1)
+    set_gradients(list(model.parameters()), mean_gradients(model, 0))
+    zero.step()
+    return before == [param.data_ptr() for param in model.parameters()]
+
+
+def test_parameters_stay_where_they_are_unless_asked() -> None:
+    assert run_ranks(2, own_memory) == [True, True]
+
+
+def write_through(rank: int, world: int) -> list[float]:
+    """Before the first step, whoever writes writes for all."""
+    model = Given()
+    zero = ZeroRedundancyOptimizer(model.parameters(), optim.SGD, shared_parameters=True, lr=0.1)
+    dist.barrier()
+    if rank == world - 1:
+        with torch.no_grad():
+            for param in model.parameters():
+                param.fill_(3.0)
+    dist.barrier()
+    seen = [float(param.view(-1)[0]) for param in model.parameters() if param.numel() and param.dim() < 2]
+    set_gradients(list(model.parameters()), mean_gradients(model, 0))
+    zero.step()
+    return seen
+
+
+@everywhere
+def test_shared_parameters_are_one_copy(backend: str) -> None:
+    assert run_ranks(3, write_through, backend=backend) == [[3.0] * 4] * 3
+
+
+def write_outside(rank: int, world: int, how: str, overlapped: bool) -> str:
+    model = Given()
+    options: dict[str, Any] = {"overlap_with_ddp": overlapped}
+    zero = ZeroRedundancyOptimizer(list(model.named_parameters()), optim.SGD, shared_parameters=True, lr=0.1, **options)
+    wrapped = phalanx.DistributedDataParallel(model, bucket_cap_mb=1, on_unused="ignore")
+
+    def step(number: int) -> None:
+        zero.zero_grad()
+        wrapped(own_gradients(model, number, rank, world)).backward()
+        zero.step()
+
+    step(0)
+    step(1)
+    if how == "in place":
+        with torch.no_grad():
+            model.weights[1].add_(1.0)
+    elif how == "state":
+        model.load_state_dict(model.state_dict())
+    else:
+        model.weights[1].data = model.weights[1].data.clone()
+    with pytest.raises(RuntimeError, match="written outside the optimizer") as caught:
+        step(3)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("overlapped", [False, True], ids=["alone", "overlapped"])
+@pytest.mark.parametrize("how", ["in place", "state", "other memory"])
+def test_a_write_to_shared_parameters_outside_the_optimizer_is_noticed(how: str, overlapped: bool) -> None:
+    for text in run_ranks(2, write_outside, how, overlapped):
+        assert "weights." in text
+
+
+def on_two_hosts(rank: int, world: int) -> None:
+    with (
+        mock.patch.object(one_copy, "_host_mark", return_value=[rank, 0, 0]),
+        pytest.raises(ValueError, match=r"ranks \[1\] run on another host"),
+    ):
+        ZeroRedundancyOptimizer(Given().parameters(), optim.SGD, shared_parameters=True, lr=0.1)
+
+
+def test_ranks_of_two_hosts_cannot_share_parameters() -> None:
+    run_ranks(2, on_two_hosts)
+
+
+def one_rank(rank: int, world: int) -> str:
+    model = Given()
+    zero = ZeroRedundancyOptimizer(model.parameters(), optim.SGD, shared_parameters=True, lr=0.1)
+    set_gradients(list(model.parameters()), mean_gradients(model, 0))
+    zero.step()
+    return zero.partition
+
+
+def test_one_rank_has_nobody_to_share_with() -> None:
+    assert run_ranks(1, one_rank) == ["parameter"]

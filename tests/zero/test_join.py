@@ -1,0 +1,73 @@
+"""Uneven inputs: ranks that have run out go on stepping their part until the last one is done."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn, optim
+from torch.distributed.algorithms.join import Join
+
+import phalanx
+from phalanx.zero import ZeroRedundancyOptimizer
+from tests.cluster import run_ranks
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def build() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 50), nn.Tanh(), nn.Linear(50, 4))
+
+
+def train(rank: int, world: int, kind: str, options: dict[str, Any], initial: bool) -> list[torch.Tensor]:
+    model = build()
+    wrapped = phalanx.DistributedDataParallel(model, bucket_cap_mb=0.001)
+    one: Any
+    if kind == "plain":
+        one, joined = optim.Adam(model.parameters(), lr=0.01), [wrapped]
+    else:
+        one = ZeroRedundancyOptimizer(
+            model.parameters(), optim.Adam, overlap_with_ddp=kind == "overlapped", lr=0.01, **options
+        )
+        joined = [wrapped, one]
+    with Join(joined, divide_by_initial_world_size=initial):
+        for step in range(3 + 2 * rank):
+            x = torch.randn(5, 8, generator=torch.Generator().manual_seed(100 * step + rank))
+            one.zero_grad()
+            if step == 1:
+                with wrapped.no_sync():
+                    wrapped(x).square().mean().backward()
+                continue
+            wrapped(x).square().mean().backward()
+            one.step()
+    return [param.detach().clone() for param in model.parameters()]
+
+
+@pytest.mark.parametrize("initial", [True, False], ids=["initial world", "those still training"])
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("alone", {}),
+        ("alone", {"partition": "parameter"}),
+        ("overlapped", {}),
+        ("overlapped", {"stage": 2}),
+        ("overlapped", {"step_in_backward": False}),
+        ("overlapped", {"partition": "parameter"}),
+    ],
+    ids=str,
+)
+def test_uneven_inputs_train_as_with_the_plain_optimizer(kind: str, options: dict[str, Any], initial: bool) -> None:
+    # Two ranks: their sums have one order, so that equal means bit for bit.
+    expected = run_ranks(2, train, "plain", {}, initial)[1]
+    for found in run_ranks(2, train, kind, options, initial):
+        assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("kind", ["alone", "overlapped"])
+def test_three_ranks_through_shared_memory_end_equal(kind: str) -> None:
+    expected = run_ranks(3, train, "plain", {}, True, backend="phalanx")[2]
+    for found in run_ranks(3, train, kind, {}, True, backend="phalanx"):
+        for got, wanted in zip(found, expected, strict=True):
+            torch.testing.assert_close(got, wanted)

@@ -1,0 +1,504 @@
+"""Steps made during backward: when they happen, what they cost, and everything that must not be lost on the way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn, optim
+from torch.utils.checkpoint import checkpoint
+
+import phalanx
+from phalanx.comm import hooks
+from phalanx.zero import ZeroRedundancyOptimizer, hook_with_zero_step, hook_with_zero_step_interleaved
+from phalanx.zero.scatter import ScatterReduction
+from tests.cluster import run_ranks
+from tests.zero.cases import Given, differing, mean_gradients, own_gradients, sample, set_gradients
+
+pytestmark = pytest.mark.timeout(60)
+
+everywhere = pytest.mark.parametrize("backend", ["gloo", "phalanx"])
+CAP_MB = 0.0025
+
+
+def made(model: nn.Module, make: Any = optim.AdamW, wrap_first: bool = True, **options: Any) -> tuple[Any, Any]:
+    def wrap() -> Any:
+        return phalanx.DistributedDataParallel(model, bucket_cap_mb=CAP_MB, on_unused="ignore")
+
+    wrapped = wrap() if wrap_first else None
+    zero = ZeroRedundancyOptimizer(model.parameters(), make, overlap_with_ddp=True, lr=0.01, **options)
+    return wrapped or wrap(), zero
+
+
+def made_in_either_order(rank: int, world: int) -> list[Any]:
+    found = []
+    for wrap_first in (True, False):
+        plain_model, model = Given(), Given()
+        plain = optim.AdamW(plain_model.parameters(), lr=0.01)
+        wrapped, zero = made(model, wrap_first=wrap_first)
+        for step in range(4):
+            set_gradients(list(plain_model.parameters()), mean_gradients(plain_model, step))
+            plain.step()
+            zero.zero_grad()
+            # Nobody calls step(): backward makes it, from the first one on.
+            wrapped(own_gradients(model, step, rank, world)).backward()
+            found.append(differing(model, sample(plain_model)))
+    return found
+
+
+def test_every_backward_is_an_update_whichever_is_made_first() -> None:
+    assert run_ranks(2, made_in_either_order) == [[[]] * 8] * 2
+
+
+# -- accumulation ----------------------------------------------------------------------------------
+
+
+def accumulate(rank: int, world: int, options: dict[str, Any]) -> list[Any]:
+    plain_model, model = Given(), Given()
+    plain = optim.AdamW(plain_model.parameters(), lr=0.01)
+    wrapped, zero = made(model, **options)
+    found = []
+    for update in range(4):
+        params = list(plain_model.parameters())
+        for param in params:
+            param.grad = None
+        zero.zero_grad()
+        for micro in range(3):
+            step = 3 * update + micro
+            for param, mean in zip(params, mean_gradients(plain_model, step), strict=True):
+                if mean is not None:
+                    param.grad = mean.clone() if param.grad is None else param.grad + mean
+            given = own_gradients(model, step, rank, world)
+            if micro < 2:
+                with wrapped.no_sync():
+                    wrapped(given).backward()
+            else:
+                wrapped(given).backward()
+        plain.step()
+        zero.step()
+        found.append(differing(model, sample(plain_model)))
+    return found
+
+
+@everywhere
+@pytest.mark.parametrize("options", [{}, {"stage": 2}, {"step_in_backward": False}, {"partition": "parameter"}], ids=str)
+def test_accumulation_under_no_sync(options: dict[str, Any], backend: str) -> None:
+    assert run_ranks(2, accumulate, options, backend=backend) == [[[]] * 4] * 2
+
+
+def accumulate_reduced(rank: int, world: int, options: dict[str, Any]) -> list[Any]:
+    """Two reduced backwards for one step, as without no_sync()."""
+    plain_model, model = Given(), Given()
+    plain = optim.AdamW(plain_model.parameters(), lr=0.01)
+    wrapped, zero = made(model, step_in_backward=False, **options)
+    found = []
+    for update in range(3):
+        params = list(plain_model.parameters())
+        means = [mean_gradients(plain_model, 3 * update + micro) for micro in range(2)]
+        set_gradients(params, [a + b for a, b in zip(*means, strict=True)])  # type: ignore[operator]
+        plain.step()
+        zero.zero_grad()
+        for micro in range(2):
+            wrapped(own_gradients(model, 3 * update + micro, rank, world)).backward()
+        zero.step()
+        found.append(differing(model, sample(plain_model)))
+    return found
+
+
+@pytest.mark.parametrize("options", [{}, {"stage": 2}, {"partition": "parameter"}], ids=str)
+def test_accumulation_of_reduced_gradients_where_step_comes_later(options: dict[str, Any]) -> None:
+    assert run_ranks(2, accumulate_reduced, options) == [[[]] * 3] * 2
+
+
+def use_twice(rank: int, world: int, options: dict[str, Any]) -> None:
+    model = Given()
+    wrapped, _zero = made(model, **options)
+    wrapped(own_gradients(model, 0, rank, world)).backward()
+    with pytest.raises(RuntimeError, match=r"have not been zeroed|stage=2 has freed"):
+        wrapped(own_gradients(model, 1, rank, world)).backward()
+
+
+@pytest.mark.parametrize("options", [{}, {"stage": 2}, {"partition": "parameter"}], ids=str)
+def test_a_gradient_that_made_an_update_is_not_silently_used_in_another(options: dict[str, Any]) -> None:
+    run_ranks(2, use_twice, options)
+
+
+def step_without_reduction(rank: int, world: int, options: dict[str, Any]) -> None:
+    model = Given()
+    wrapped, zero = made(model, **options)
+    wrapped(own_gradients(model, 0, rank, world)).backward()
+    zero.step()
+    zero.zero_grad()
+    with wrapped.no_sync():
+        wrapped(own_gradients(model, 1, rank, world)).backward()
+    with pytest.raises(RuntimeError, match="no backward has"):
+        zero.step()
+
+
+@pytest.mark.parametrize("options", [{}, {"step_in_backward": False}, {"partition": "parameter"}], ids=str)
+def test_a_step_without_a_reduced_backward_is_refused(options: dict[str, Any]) -> None:
+    run_ranks(2, step_without_reduction, options)
+
+
+# -- clipping and unscaling ------------------------------------------------------------------------
+
+
+def clip(rank: int, world: int, options: dict[str, Any], norm_type: float, overlapped: bool) -> Any:
+    shapes = ((70,), (13, 10), (6,), (), (257,), (33, 9))  # torch has no infinity norm of an empty tensor
+    plain_model, model = Given(shapes), Given(shapes)
+    plain = optim.SGD(plain_model.parameters(), lr=0.01, momentum=0.9)
+    if overlapped:
+        wrapped, zero = made(model, optim.SGD, momentum=0.9, step_in_backward=False, **options)
+    else:
+        wrapped, zero = None, ZeroRedundancyOptimizer(model.parameters(), optim.SGD, lr=0.01, momentum=0.9, **options)
+    norms = []
+    for step in range(4):
+        set_gradients(list(plain_model.parameters()), mean_gradients(plain_model, step))
+        expected = nn.utils.clip_grad_norm_(plain_model.parameters(), 3.0, norm_type)
+        plain.step()
+        zero.zero_grad()
+        if wrapped is None:
+            set_gradients(list(model.parameters()), mean_gradients(model, step))
+        else:
+            wrapped(own_gradients(model, step, rank, world)).backward()
+        got = zero.clip_grad_norm_(3.0, norm_type)
+        zero.step()
+        torch.testing.assert_close(got, expected)
+        norms.append(got.item())
+    for param, value in zip(model.parameters(), plain_model.parameters(), strict=True):
+        torch.testing.assert_close(param, value)
+    return norms, sample(model)
+
+
+@everywhere
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
+def test_clipping_by_the_norm_over_all_ranks(norm_type: float, backend: str) -> None:
+    for options, overlapped in (({}, True), ({"stage": 2}, True), ({"partition": "parameter"}, True), ({}, False)):
+        results = run_ranks(3, clip, options, norm_type, overlapped, backend=backend)
+        for norms, values in results[1:]:
+            assert norms == results[0][0]
+            assert all(map(torch.equal, values, results[0][1]))
+
+
+def misuse_scattered(rank: int, world: int) -> None:
+    model = Given()
+    wrapped, zero = made(model)
+    wrapped(own_gradients(model, 0, rank, world)).backward()
+    with pytest.raises(RuntimeError, match="comes too late"):
+        zero.clip_grad_norm_(1.0)
+    with pytest.raises(RuntimeError, match="scattered"):
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    grad = next(model.parameters()).grad
+    assert grad is not None and grad.shape == (70,) and "each rank has its own slice" in repr(grad)
+    with pytest.raises(RuntimeError, match="scattered"):
+        grad.mul_(0.5)
+    later, again = made(Given(), step_in_backward=False)
+    later(own_gradients(model, 0, rank, world)).backward()
+    with pytest.raises(RuntimeError, match="non-finite"):
+        for param in again._all_params:
+            assert param.grad is None or param.grad.shape == param.shape
+        again._overlap.windows.owned()[0].fill_(float("inf"))
+        again.clip_grad_norm_(1.0, error_if_nonfinite=True)
+
+
+def test_a_gradient_of_which_ranks_have_slices_cannot_be_mistaken_for_a_whole_one() -> None:
+    run_ranks(2, misuse_scattered)
+
+
+def scale(rank: int, world: int, overlapped: bool, options: dict[str, Any]) -> Any:
+    plain_model, model = Given(), Given()
+    plain = optim.SGD(plain_model.parameters(), lr=0.01, momentum=0.9)
+    if overlapped:
+        wrapped, zero = made(model, optim.SGD, momentum=0.9, step_in_backward=False, **options)
+    else:
+        wrapped = phalanx.DistributedDataParallel(model, bucket_cap_mb=CAP_MB, on_unused="ignore")
+        zero = ZeroRedundancyOptimizer(model.parameters(), optim.SGD, lr=0.01, momentum=0.9, **options)
+    scalers = [torch.amp.GradScaler("cpu", init_scale=1024.0) for _ in range(2)]
+    found = []
+    for step in range(5):
+        means, own = mean_gradients(plain_model, step), own_gradients(model, step, rank, world)
+        if step == 3:
+            # Only one element, so that with slices only one rank sees it.
+            for gradients in (means, own):
+                assert gradients[1] is not None
+                gradients[1][-1, -1] = float("inf")
+        for one, wrapper, given, scaler in (
+            (plain, plain_model, means, scalers[0]),
+            (zero, wrapped, own, scalers[1]),
+        ):
+            one.zero_grad()
+            scaler.scale(wrapper(given)).backward()
+            if step % 2 == 0:
+                scaler.unscale_(one)
+            scaler.step(one)
+            scaler.update()
+        found.append((differing(model, sample(plain_model)), scalers[0].get_scale() == scalers[1].get_scale()))
+    return found
+
+
+@everywhere
+@pytest.mark.parametrize(
+    ("overlapped", "options"), [(False, {}), (True, {}), (True, {"stage": 2}), (True, {"partition": "parameter"})], ids=str
+)
+def test_gradients_unscaled_by_a_grad_scaler(overlapped: bool, options: dict[str, Any], backend: str) -> None:
+    assert run_ranks(2, scale, overlapped, options, backend=backend) == [[([], True)] * 5] * 2
+
+
+def scale_too_late(rank: int, world: int) -> None:
+    model = Given()
+    wrapped, zero = made(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(wrapped(own_gradients(model, 0, rank, world))).backward()
+    with pytest.raises(RuntimeError, match="step_in_backward=False to use a GradScaler"):
+        scaler.step(zero)
+
+
+def test_unscaling_after_the_update_is_refused() -> None:
+    run_ranks(2, scale_too_late)
+
+
+# -- when, and how much ----------------------------------------------------------------------------
+
+
+def watch_order(rank: int, world: int) -> list[str]:
+    model = Given(((600,), (600,), (600,), (600,)))
+    wrapped, zero = made(model)
+    events: list[str] = []
+    zero.optim.register_step_pre_hook(lambda *_: events.append("update"))
+    for number, param in enumerate(model.parameters()):
+        param.register_hook(lambda _, number=number: events.append(f"gradient {number}"))
+    for step in (0, 1, 3):
+        events.clear()
+        zero.zero_grad()
+        wrapped(own_gradients(model, step, rank, world)).backward()
+    return events
+
+
+@everywhere
+def test_buckets_are_updated_while_later_gradients_are_still_to_come(backend: str) -> None:
+    for events in run_ranks(2, watch_order, backend=backend):
+        gradients = [at for at, event in enumerate(events) if event.startswith("gradient")]
+        assert events.count("update") >= 2
+        assert events.index("update") < gradients[-1], events
+
+
+def count_traffic(rank: int, world: int) -> dict[str, int]:
+    model = Given(((300,), (301,), (299,), (40, 30)))
+    wrapped, zero = made(model)
+    for step in (0, 1):
+        zero.zero_grad()
+        wrapped(own_gradients(model, step, rank, world)).backward()
+    moved = dict.fromkeys(("all_reduce", "reduce_scatter", "all_gather", "broadcast"), 0)
+    transports = {id(c): c for c in (zero._engine.collectives, wrapped.collectives)}
+    for collectives in transports.values():
+        for verb in moved:
+            kept = getattr(collectives, verb)
+
+            def call(first: torch.Tensor, *rest: Any, kept: Any = kept, verb: str = verb) -> Any:
+                whole = rest[0] if verb == "reduce_scatter" else first
+                moved[verb] += whole.numel() * whole.element_size()
+                return kept(first, *rest)
+
+            setattr(collectives, verb, call)
+    zero.zero_grad()
+    wrapped(own_gradients(model, 3, rank, world)).backward()
+    moved["total"] = sum(p.numel() * p.element_size() for p in model.parameters())
+    moved["buckets"] = len(wrapped.reducer.buckets)
+    return moved
+
+
+@everywhere
+def test_traffic_is_that_of_plain_data_parallelism(backend: str) -> None:
+    for moved in run_ranks(2, count_traffic, backend=backend):
+        padding = 8 * moved["buckets"]
+        # A reduce-scatter and a gather of everything cost as much as one all-reduce of it; what is left are the tails.
+        assert moved["total"] <= moved["reduce_scatter"] <= moved["total"] + padding
+        assert moved["total"] <= moved["all_gather"] <= moved["total"] + padding
+        assert moved["all_reduce"] < 2000 * moved["buckets"] and moved["broadcast"] == 0
+
+
+# -- hooks -----------------------------------------------------------------------------------------
+
+
+def with_hook(rank: int, world: int, name: str, when: str) -> Any:
+    plain_model, model = Given(), Given()
+    plain = optim.AdamW(plain_model.parameters(), lr=0.01)
+    hook = getattr(hooks, name)
+    wrapped = phalanx.DistributedDataParallel(model, bucket_cap_mb=CAP_MB, on_unused="ignore")
+    if when == "before":
+        wrapped.register_comm_hook(None, hook)
+    zero = ZeroRedundancyOptimizer(model.parameters(), optim.AdamW, overlap_with_ddp=True, lr=0.01)
+    constructors = {"step": hook_with_zero_step, "interleaved": hook_with_zero_step_interleaved}
+    if when in constructors:
+        wrapped.register_comm_hook(None, constructors[when](hook, wrapped, zero, shard_buckets=True))
+    elif when == "after":
+        wrapped.register_comm_hook(None, hook)
+    found = []
+    for step in range(4):
+        set_gradients(list(plain_model.parameters()), mean_gradients(plain_model, step, most=8))
+        plain.step()
+        zero.zero_grad()
+        wrapped(own_gradients(model, step, rank, world, most=8)).backward()
+        found.append(differing(model, sample(plain_model)))
+    return found, isinstance(wrapped.reducer.reduction, ScatterReduction)
+
+
+@pytest.mark.parametrize("when", ["before", "after", "step", "interleaved"])
+@pytest.mark.parametrize("name", ["allreduce_hook", "bf16_compress_hook"])
+def test_communication_hooks_and_torchs_two_constructors(name: str, when: str) -> None:
+    scatters = name == "allreduce_hook" and when in ("step", "interleaved")
+    assert run_ranks(2, with_hook, name, when) == [([[]] * 4, scatters)] * 2
+
+
+def wrong_constructors(rank: int, world: int) -> None:
+    model = Given()
+    wrapped, zero = made(model)
+    alone = ZeroRedundancyOptimizer(model.parameters(), optim.SGD, lr=0.1)
+    with pytest.raises(ValueError, match="overlap_with_ddp=True"):
+        hook_with_zero_step(hooks.allreduce_hook, wrapped, alone)
+    with pytest.raises(TypeError, match="takes a phalanx"):
+        hook_with_zero_step(hooks.allreduce_hook, model, zero)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="another wrapper"):
+        hook_with_zero_step(hooks.allreduce_hook, phalanx.DistributedDataParallel(Given()), zero)
+
+
+def test_constructors_of_hooks_refuse_what_does_not_belong_together() -> None:
+    run_ranks(2, wrong_constructors)
+
+
+# -- precision, failures ---------------------------------------------------------------------------
+
+
+def low_precision(rank: int, world: int, options: dict[str, Any]) -> Any:
+    torch.manual_seed(3)
+    build = [nn.Sequential(nn.Linear(8, 40), nn.Tanh(), nn.Linear(40, 4)) for _ in range(2)]
+    build[1].load_state_dict(build[0].state_dict())
+    config = phalanx.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    wrapped = [phalanx.DistributedDataParallel(model, mixed_precision=config, bucket_cap_mb=CAP_MB) for model in build]
+    plain = optim.AdamW(build[0].parameters(), lr=0.01)
+    zero = ZeroRedundancyOptimizer(build[1].parameters(), optim.AdamW, overlap_with_ddp=True, lr=0.01, **options)
+    found = []
+    for step in range(5):
+        x = torch.randn(6, 8, generator=torch.Generator().manual_seed(10 * step + rank))
+        for model, one in zip(wrapped, (plain, zero), strict=True):
+            one.zero_grad()
+            model(x).float().square().mean().backward()
+            one.step()
+        found.append(differing(build[1], sample(build[0])))
+    return found, {p.dtype for p in build[1].parameters()}
+
+
+@everywhere
+@pytest.mark.parametrize("options", [{}, {"stage": 2}, {"partition": "parameter"}, {"step_in_backward": False}], ids=str)
+def test_overlapped_with_mixed_precision(options: dict[str, Any], backend: str) -> None:
+    assert run_ranks(2, low_precision, options, backend=backend) == [([[]] * 5, {torch.float32})] * 2
+
+
+class Breaking(torch.autograd.Function):
+    """Raises in backward, when armed."""
+
+    armed = False
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        if Breaking.armed:
+            raise ArithmeticError("broken on purpose")
+        return grad
+
+
+class Fragile(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(20, 20) for _ in range(5)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number, layer in enumerate(self.layers):
+            x = layer(x)
+            if number == 0:
+                x = Breaking.apply(x)
+        return x
+
+
+def tear(rank: int, world: int) -> str:
+    Breaking.armed = False
+    model = Fragile()
+    wrapped, zero = made(model)
+    for _ in range(2):
+        zero.zero_grad()
+        wrapped(torch.ones(2, 20)).sum().backward()
+    Breaking.armed = True
+    zero.zero_grad()
+    with pytest.raises(ArithmeticError):
+        wrapped(torch.ones(2, 20)).sum().backward()
+    Breaking.armed = False
+    with pytest.raises(RuntimeError, match="between two steps") as caught:
+        wrapped(torch.ones(2, 20)).sum().backward()
+    return str(caught.value)
+
+
+def test_a_backward_that_raised_amid_its_updates_is_remembered() -> None:
+    for text in run_ranks(2, tear):
+        assert "Load a checkpoint" in text
+
+
+class Recomputed(nn.Module):
+    """A weight used in two checkpointed parts, so that it gets gradient twice, the second time late."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.shared, self.last = nn.Linear(20, 20), nn.Linear(20, 20)
+        self.reentrant = reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = checkpoint(self.shared, x, use_reentrant=self.reentrant)
+        return self.last(checkpoint(self.shared, x, use_reentrant=self.reentrant))
+
+
+def recompute(rank: int, world: int, reentrant: bool) -> Any:
+    torch.manual_seed(5)
+    models = [Recomputed(reentrant), Recomputed(reentrant)]
+    models[1].load_state_dict(models[0].state_dict())
+    plain_wrapped = phalanx.DistributedDataParallel(models[0], bucket_cap_mb=CAP_MB)
+    plain = optim.AdamW(models[0].parameters(), lr=0.01)
+    wrapped, zero = made(models[1])
+    found = []
+    for step in range(5):
+        x = torch.randn(4, 20, generator=torch.Generator().manual_seed(10 * step + rank), requires_grad=True)
+        for model, one in ((plain_wrapped, plain), (wrapped, zero)):
+            one.zero_grad()
+            model(x).square().mean().backward()
+            one.step()
+        found.append(differing(models[1], sample(models[0])))
+    return found
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recomputation_of_a_shared_layer(reentrant: bool) -> None:
+    assert run_ranks(2, recompute, reentrant) == [[[]] * 5] * 2
+
+
+def alone_after(rank: int, world: int) -> Any:
+    """A second optimizer takes the place of the first, which is let go."""
+    plain_model, model = Given(), Given()
+    plain = optim.SGD(plain_model.parameters(), lr=0.01)
+    wrapped, zero = made(model)
+    zero = ZeroRedundancyOptimizer(model.parameters(), optim.SGD, overlap_with_ddp=True, lr=0.01)
+    found = []
+    for step in range(3):
+        set_gradients(list(plain_model.parameters()), mean_gradients(plain_model, step))
+        plain.step()
+        zero.zero_grad()
+        wrapped(own_gradients(model, step, rank, world)).backward()
+        found.append(differing(model, sample(plain_model)))
+    dist.barrier()
+    return found
+
+
+def test_a_second_optimizer_takes_the_place_of_the_first() -> None:
+    assert run_ranks(2, alone_after) == [[[]] * 3] * 2

@@ -1,0 +1,146 @@
+"""What cannot be sharded is refused as torch refuses it, before anything is built, with the reason."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn, optim
+
+import phalanx
+from phalanx.zero import ZeroRedundancyOptimizer
+from tests.cluster import run_ranks
+from tests.zero.cases import Given
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def _weights() -> list[torch.Tensor]:
+    return list(nn.Linear(3, 2).parameters())
+
+
+BAD: dict[str, tuple[Any, type[Exception], str]] = {
+    "empty": (list, ValueError, "empty parameter list"),
+    "empty generator": (lambda: iter(()), ValueError, "empty parameter list"),
+    "tensor": (lambda: torch.randn(1), TypeError, "iterable"),
+    "number": (lambda: 1.2, TypeError, "iterable"),
+    "strange item": (lambda: [*_weights(), 42], TypeError, "int"),
+    "mixture": (lambda: [*_weights(), {"params": _weights()}], TypeError, "mixture"),
+    "group without params": (lambda: [{"lr": 0.1}], ValueError, "'params'"),
+    "not a leaf": (lambda: [torch.ones(2, requires_grad=True) * 2], ValueError, "leaf"),
+    "twice": (lambda: [{"params": (w := _weights())}, {"params": w}], ValueError, "more than one parameter group"),
+    "sparse": (lambda: [torch.sparse_coo_tensor(size=(2, 3))], ValueError, "dense parameters"),
+    "sparse among dense": (lambda: [*_weights(), torch.sparse_coo_tensor(size=(2, 3))], ValueError, "dense parameters"),
+}
+
+
+def refuse(rank: int, world: int, name: str) -> None:
+    make, kind, words = BAD[name]
+    with pytest.raises(kind, match=words):
+        ZeroRedundancyOptimizer(make(), optim.SGD, lr=0.1)
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_malformed_params(name: str) -> None:
+    run_ranks(1, refuse, name)
+
+
+OPTIONS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "stage": ({"stage": 3}, ValueError, "stage must be 1"),
+    "partition": ({"partition": "rows"}, ValueError, "partition must be"),
+    "elements of a matrix optimizer": (
+        {"optimizer_class": optim.Adafactor, "partition": "element"},
+        ValueError,
+        "a tensor must not be cut",
+    ),
+    "elements of LBFGS": ({"optimizer_class": optim.LBFGS, "partition": "element"}, ValueError, "all parameters together"),
+    "differentiable elements": ({"partition": "element", "differentiable": True}, ValueError, "differentiable=True"),
+    "no class": ({"optimizer_class": 3}, TypeError, "optimizer_class must be a class"),
+    "an instance": ({"optimizer_class": optim.SGD([torch.zeros(1)])}, TypeError, "optimizer_class must be a class"),
+    "step_in_backward alone": ({"step_in_backward": True}, ValueError, "overlap_with_ddp=True"),
+    "LBFGS overlapped": ({"optimizer_class": optim.LBFGS, "overlap_with_ddp": True}, ValueError, "several times a step"),
+    "shared whole parameters": (
+        {"partition": "parameter", "shared_parameters": True},
+        ValueError,
+        "needs the element partition",
+    ),
+}
+
+
+def refuse_options(rank: int, world: int, name: str) -> None:
+    options, kind, words = OPTIONS[name]
+    with pytest.raises(kind, match=words):
+        ZeroRedundancyOptimizer(_weights(), **{"optimizer_class": optim.Adam, "lr": 0.1, **options})
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_that_cannot_be_honoured(name: str) -> None:
+    run_ranks(2, refuse_options, name)
+
+
+def mistakes_with_ddp(rank: int, world: int) -> None:
+    model = Given(((70,), (6,)))
+    zero = ZeroRedundancyOptimizer(model.parameters(), optim.Adam, overlap_with_ddp=True, lr=0.1)
+    with pytest.raises(ValueError, match=r"no phalanx\.DistributedDataParallel wraps"):
+        zero.step()
+    wrapped = phalanx.DistributedDataParallel(model)
+    second = ZeroRedundancyOptimizer(model.parameters(), optim.Adam, overlap_with_ddp=True, lr=0.1)
+    with pytest.raises(ValueError, match="another optimizer has been made"):
+        zero.step()
+    wrapped([torch.ones(70), torch.ones(6)]).backward()
+    second.step()
+
+    partly = Given(((70,), (6,)))
+    part = ZeroRedundancyOptimizer(list(partly.parameters())[:1], optim.Adam, overlap_with_ddp=True, lr=0.1)
+    wrapped = phalanx.DistributedDataParallel(partly)
+    with pytest.raises(ValueError, match=r"reduces 'weights\.1', which is not among"):
+        wrapped([torch.ones(70), torch.ones(6)]).backward()
+    del part
+
+    class Sparse(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(10, 4, sparse=True)
+
+    sparse = Sparse()
+    keep = phalanx.DistributedDataParallel(sparse)
+    with pytest.raises(ValueError, match=r"'table\.weight' has sparse gradients"):
+        ZeroRedundancyOptimizer(sparse.parameters(), optim.SGD, overlap_with_ddp=True, lr=0.1)
+    alone = ZeroRedundancyOptimizer(sparse.parameters(), optim.SGD, lr=0.1)
+    keep.module.table(torch.tensor([1])).sum().backward()
+    with pytest.raises(RuntimeError, match="sparse_coo gradient"):
+        alone.step()
+
+    other = torch.distributed.new_group()
+    elsewhere = Given(((70,),))
+    keep = phalanx.DistributedDataParallel(elsewhere)
+    with pytest.raises(ValueError, match="same process group"):
+        ZeroRedundancyOptimizer(elsewhere.parameters(), optim.SGD, other, overlap_with_ddp=True, lr=0.1)
+
+    viewed = Given(((70,),))
+    keep = phalanx.DistributedDataParallel(viewed, gradient_as_bucket_view=True)
+    with pytest.raises(ValueError, match="stage=2 frees gradients"):
+        ZeroRedundancyOptimizer(viewed.parameters(), optim.SGD, overlap_with_ddp=True, stage=2, lr=0.1)
+    del keep
+
+
+def test_mistakes_with_the_wrapper_are_named() -> None:
+    run_ranks(2, mistakes_with_ddp)
+
+
+def sparse_with_whole_parameters(rank: int, world: int) -> bool:
+    tables = [nn.Embedding(10, 4, sparse=True), nn.Embedding(10, 4, sparse=True)]
+    tables[1].load_state_dict(tables[0].state_dict())
+    plain = optim.SparseAdam(tables[0].parameters(), lr=0.1)
+    zero = ZeroRedundancyOptimizer(tables[1].parameters(), optim.SparseAdam, lr=0.1)
+    for step in range(3):
+        for table, one in zip(tables, (plain, zero), strict=True):
+            one.zero_grad()
+            table(torch.tensor([1, step + 2])).square().sum().backward()
+            one.step()
+    return torch.equal(tables[0].weight, tables[1].weight)
+
+
+def test_sparse_gradients_with_whole_parameters() -> None:
+    assert run_ranks(2, sparse_with_whole_parameters) == [True, True]
