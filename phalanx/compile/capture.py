@@ -4,15 +4,16 @@
     run       the graph tells the wrapper's capture its pieces (it may have been compiled for another wrapper)
     settle    at the end of the first reduced backward the reducer asks for buckets: `Capture.__call__`
 
-A piece is never divided between buckets of a kind, so every bucket is full at the end of a piece. Must not know
-how graphs are compiled.
+A piece that fits under the cap is never divided between buckets of a kind, so every bucket is full at the end of a
+piece. Must not know how graphs are compiled.
 """
 
 from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -40,8 +41,8 @@ class Capture:
     """What one reducer's wrapper has been compiled to. The reducer holds it; it does not hold the reducer."""
 
     def __init__(self) -> None:
-        # Each piece as groups of names in ready order, in the order of first execution.
-        self._pieces: list[tuple[tuple[str, ...], ...]] = []
+        # Each piece as groups in ready order, in the order of first execution.
+        self._pieces: list[tuple[Group, ...]] = []
         self._owned: set[str] = set()
         self._seen: dict[str, int] = {}  # the observed order, once there is one
         self._runs: list[tuple[weakref.ref[Any], list[Span]]] = []
@@ -54,7 +55,7 @@ class Capture:
     @property
     def pieces(self) -> list[tuple[str, ...]]:
         """The parameters of each piece, in the order of first execution."""
-        return [tuple(name for group in piece for name in group) for piece in self._pieces]
+        return [tuple(name for group in piece for name in group.params) for piece in self._pieces]
 
     def add(self, graph: Any, spans: list[Span]) -> None:
         """A compiled graph runs with these parameters for the first time; `spans` are its pieces, in forward order.
@@ -63,8 +64,7 @@ class Capture:
         """
         self._runs.append((weakref.ref(graph), spans))
         for span in spans:
-            groups = [tuple(name for name in group.params if name not in self._owned) for group in span.groups]
-            piece = tuple(group for group in groups if group)
+            piece = without(span.groups, self._owned)
             if piece:
                 self._pieces.append(piece)
                 self._owned.update(span.params)
@@ -80,10 +80,8 @@ class Capture:
         present = {name for group in groups for name in group.params}
         known = [piece for piece in self.pieces if not present.isdisjoint(piece)]
         closings = [Closing(piece, "an earlier compilation was cut here") for piece in known]
-        new = [[name for name in group.params if name not in self._owned] for group in groups]
-        pieces = [[group for group in new if group]]
-        layers = {name: group.layer for group in groups for name in group.params}
-        return closings + fill(pieces, _by_name(plan), caps, 0 if is_last else 1, layers)
+        new = [[group] for group in without(groups, self._owned)]
+        return closings + fill(new, _by_name(plan), caps, 0 if is_last else 1)
 
     def plan(self, plan: BucketPlan) -> BucketPlan:
         """The plan that the pieces make of the first one: as settled, before that as backward should complete them."""
@@ -101,15 +99,19 @@ class Capture:
     def _arrange(self, plan: BucketPlan, seen: Mapping[str, int]) -> list[list[int]]:
         index = {spec.name: i for i, spec in enumerate(plan.specs)}
         never = len(seen)
-        pieces: list[tuple[tuple[str, ...], ...]] = [
-            tuple(tuple(name for name in group if name in index) for group in piece)
-            for piece in reversed(self._pieces)
-        ]
+        pieces = [without(piece, self._owned - index.keys()) for piece in reversed(self._pieces)]
         # What no graph holds runs eagerly, between the graphs; what nobody used comes last.
-        pieces += [((plan.specs[i].name,),) for i in plan.order if plan.specs[i].name not in self._owned]
-        pieces.sort(key=lambda piece: max((seen[n] for group in piece for n in group if n in seen), default=never))
+        eager = (plan.specs[i].name for i in plan.order if plan.specs[i].name not in self._owned)
+        pieces += [(Group(0, (name,)),) for name in eager]
+        pieces.sort(key=lambda piece: max((seen[n] for g in piece for n in g.params if n in seen), default=never))
         closings = fill(pieces, _by_name(plan), plan.caps)
         return [[index[name] for name in closing.params] for closing in closings]
+
+
+def without(groups: Sequence[Group], names: Collection[str]) -> tuple[Group, ...]:
+    """The groups without parameters of these names."""
+    kept = [replace(group, params=tuple(name for name in group.params if name not in names)) for group in groups]
+    return tuple(group for group in kept if group.params)
 
 
 def names_by_bucket(plan: BucketPlan) -> list[tuple[str, ...]]:

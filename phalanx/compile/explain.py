@@ -32,7 +32,7 @@ def explain(
     model is compiled by `compiler` and run forward once; parameters, buffers and random state stay as they are.
     Without a wrapper, `caps` take the place of the wrapper's.
     """
-    model = getattr(model, "_orig_mod", model)
+    model = _original(model)
     if isinstance(model, DistributedDataParallel):
         capture = model.reducer.arrange
         if isinstance(capture, Capture) and capture.runs:
@@ -43,11 +43,16 @@ def explain(
         named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
         plan = build_plan(specs_of(named), caps)
         pretended = _Pretended([param for _, param in named], plan)
-    module = getattr(model, "_orig_mod", model)
+    module = _original(model)
     compiled = torch.compile(module, backend=phalanx_backend, options={"compiler": compiler})
     with _unchanged(module), torch.enable_grad(), _active(pretended):
         compiled(*inputs, **kwargs)
     return describe(pretended)
+
+
+def _original(model: torch.nn.Module) -> torch.nn.Module:
+    # Not by getattr: a wrapper looks for attributes in the model that it wraps, which may be the compiled one.
+    return model._modules.get("_orig_mod") or model
 
 
 class _Pretended:

@@ -24,6 +24,12 @@ _HARMLESS = ("assert", "check", "sym_constrain", "lazy_load")
 _OPENING, _CLOSING = ("increment_nesting", "_enter_"), ("decrement_nesting", "_exit_")
 
 
+# What computes for long, and reads and writes memory at its ends in any case. A cut before such a node breaks nothing
+# that a compiler would fuse; what stands before the first one in a graph hides no communication.
+_HEAVY = ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "bilinear", "scaled_dot_product_attention")
+_HEAVY_PARTS = ("conv", "rnn", "lstm", "gru", "attention")
+
+
 def operators_of(graph: torch.fx.Graph) -> list[Node]:
     """The nodes that compute, in order; the others are available to every piece."""
     return [node for node in graph.nodes if node.op in ("call_function", "call_method", "call_module")]
@@ -52,7 +58,32 @@ def without_gradient(operators: Sequence[Node]) -> list[bool]:
     return found
 
 
+def is_heavy(node: Node) -> bool:
+    """Whether the node computes for long: a matrix product, a convolution, or a graph within the graph."""
+    if isinstance(node.target, torch._ops.HigherOrderOperator) or node.op == "call_module":
+        return True
+    name = _name(node)
+    return name in _HEAVY or any(part in name for part in _HEAVY_PARTS)
+
+
 def repeated_layers(operators: Sequence[Node]) -> list[str]:
+    """For each operator, the layer that it belongs to: a module of a kind that the model has several of; "" if none.
+
+    A layer reaches from its last heavy operator to the one of the next layer. A cut there, before the last matrix
+    product of a transformer's block, separates nothing that would be fused: less code is generated, and less that differs.
+    """
+    labels = _repeated_modules(operators)
+    last = {label: node for node, label in zip(operators, labels, strict=True) if label and is_heavy(node)}
+    shifted: list[str] = []
+    current = ""
+    for node, label in zip(operators, labels, strict=True):
+        if last.get(label) is node:
+            current = label
+        shifted.append(current if label else "")
+    return shifted
+
+
+def _repeated_modules(operators: Sequence[Node]) -> list[str]:
     """For each operator, the outermost module around it of a kind that the model has several of; "" if none.
 
     Modules as the capture recorded them: from the outermost in, each a path and a class.

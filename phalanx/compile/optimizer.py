@@ -89,7 +89,7 @@ class DDPOptimizer:
         specs: dict[str, ParamSpec] = {spec.name: spec for spec in specs_of(by_name.items())}
 
         def closings(groups: Sequence[Group]) -> list[Closing]:
-            return fill([[group.params for group in groups]], specs, self._caps)
+            return fill([[group] for group in groups], specs, self._caps)
 
         return cut_and_compile(Captured(gm, example_inputs, owners), inner, list(specs), closings)
 

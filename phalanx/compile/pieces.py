@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch.distributed as dist
 from torch import fx
 
 # Private, as everything about the context that dynamo compiles in. Each piece gets a context of its own, because
@@ -65,7 +66,8 @@ def compile_pieces(captured: Captured, inner: Inner, spans: Sequence[Span]) -> S
     inputs = {n.name: v for n, v in zip(gm.graph.find_nodes(op="placeholder"), captured.example_inputs, strict=True)}
     stitched = Stitched(captured.name, captured.inputs_of)
     by_name: dict[str, Piece] = {}
-    for i, span in enumerate(spans):
+    for i in _order(len(spans)):
+        span = spans[i]
         part = outer.get_submodule(f"submod_{i}")
         assert isinstance(part, fx.GraphModule), "split_module makes graph modules"
         _inherit(part, gm)
@@ -77,6 +79,12 @@ def compile_pieces(captured: Captured, inner: Inner, spans: Sequence[Span]) -> S
         if piece.error:
             _warn_eager(f"{captured.name}, piece {i}", piece)
     return stitched
+
+
+def _order(num_pieces: int) -> list[int]:
+    """The ranks of a host share the inner compiler's cache: each begins elsewhere, and finds the others' work done."""
+    first = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+    return [(first + i) % num_pieces for i in range(num_pieces)]
 
 
 def _inherit(part: fx.GraphModule, gm: fx.GraphModule) -> None:

@@ -18,7 +18,7 @@ Pure: must not know of reducers, wrappers or compilers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -26,19 +26,21 @@ from torch.fx import Node
 
 from ..plan import BucketCaps, ParamSpec
 from ..plan.buckets import MIB
-from .operators import Obstacles, repeated_layers, without_gradient
+from .operators import Obstacles, is_heavy, repeated_layers, without_gradient
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
     """Parameters, by name, whose gradients are complete once backward has passed operator `position`.
 
-    `layer` names the module around the operator, where the model repeats modules of its kind.
+    `layer` names the module around the operator, where the model repeats modules of its kind. `hides_nothing` if all
+    operators before it are light: too little is left of backward then to hide a collective behind it.
     """
 
     position: int
     params: tuple[str, ...]
     layer: str = ""
+    hides_nothing: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,10 +100,22 @@ def completions(
     for name, position in first_use.items():
         by_position.setdefault(position, []).append(name)
     layers = repeated_layers(operators)
+    first_heavy = next((i for i, node in enumerate(operators) if is_heavy(node)), len(operators))
     return [
-        Group(position, tuple(sorted(by_position[position], key=rank.__getitem__)), layers[position])
+        Group(
+            position,
+            tuple(sorted(by_position[position], key=rank.__getitem__)),
+            layers[position],
+            position < first_heavy,
+        )
         for position in sorted(by_position, reverse=True)
     ]
+
+
+# A bucket may pass its cap by half rather than leave with little, or be followed by little.
+_STRETCH = 1.5
+
+Kind = tuple[torch.dtype, str]
 
 
 class _Open:
@@ -120,6 +134,11 @@ class _Open:
         self.params.append(spec.name)
         self.num_bytes += spec.num_bytes
 
+    def has_no_room(self, num_bytes: int, cap_bytes: int, hides_nothing: bool) -> bool:
+        """Whether the bucket has to leave before something of this size joins it."""
+        limit = _STRETCH * cap_bytes if hides_nothing else cap_bytes
+        return bool(self.params) and 2 * self.num_bytes >= cap_bytes and self.num_bytes + num_bytes > limit
+
     def close(self, cap_bytes: int = 0, layer: str = "") -> tuple[str, ...]:
         """Close the bucket; before `layer`, of which it holds a part, if more than half of the cap is left then."""
         whole = not layer or layer != self.layer or 2 * self._seam_bytes <= cap_bytes
@@ -131,54 +150,73 @@ class _Open:
         return params
 
 
-def fill(
-    pieces: Sequence[Sequence[Sequence[str]]],
-    specs: Mapping[str, ParamSpec],
-    caps: BucketCaps,
-    num_before: int = 0,
-    layers: Mapping[str, str] | None = None,
-) -> list[Closing]:
-    """Buckets for pieces of groups of parameters, all in ready order; in the order in which they are full.
+class _Filling:
+    """Buckets while they are being filled, one open for each dtype and device."""
 
-    A bucket closes before the piece that would take it past its cap, inside a piece before such a group.
-    A group is never divided: it travels alone if it is larger than the cap. `num_before` buckets exist already.
-    Where `layers` are given by parameter, a bucket rather closes before a whole layer, if it is more than half
-    full then: pieces that are equal layers are compiled only once.
-    """
-    layers = layers or {}
-    opened: dict[tuple[torch.dtype, str], _Open] = {}
-    closed: list[Closing] = []
+    def __init__(self, specs: Mapping[str, ParamSpec], caps: BucketCaps, num_before: int) -> None:
+        self.specs = specs
+        self.caps = caps
+        self.num_before = num_before
+        self.opened: dict[Kind, _Open] = {}
+        self.closed: list[Closing] = []
 
-    def make_room(groups: Sequence[Sequence[str]], layer: str = "") -> None:
-        needed: dict[tuple[torch.dtype, str], int] = {}
-        for spec in (specs[name] for group in groups for name in group if not specs[name].sparse):
-            needed[spec.dtype, spec.device] = needed.get((spec.dtype, spec.device), 0) + spec.num_bytes
-        for kind, num_bytes in needed.items():
-            bucket = opened.setdefault(kind, _Open(num_before))
-            cap = caps.at(bucket.num_closed)
-            while bucket.params and bucket.num_bytes + num_bytes > cap:
-                params = bucket.close(cap, layer)
-                held = sum(specs[name].num_bytes for name in params) / MIB
+    def _sizes(self, names: Iterable[str]) -> dict[Kind, int]:
+        sizes: dict[Kind, int] = {}
+        for spec in (self.specs[name] for name in names if not self.specs[name].sparse):
+            kind = (spec.dtype, spec.device)
+            self.opened.setdefault(kind, _Open(self.num_before))
+            sizes[kind] = sizes.get(kind, 0) + spec.num_bytes
+        return sizes
+
+    def is_unit(self, piece: Sequence[Group]) -> bool:
+        """Whether a piece travels undivided: it is not much larger than a bucket."""
+        sizes = self._sizes(name for group in piece for name in group.params)
+        return all(size <= _STRETCH * self.caps.at(self.opened[kind].num_closed) for kind, size in sizes.items())
+
+    def make_room(self, group: Group) -> None:
+        for kind, num_bytes in self._sizes(group.params).items():
+            bucket = self.opened[kind]
+            while bucket.has_no_room(num_bytes, cap := self.caps.at(bucket.num_closed), group.hides_nothing):
+                params = bucket.close(cap, group.layer)
+                held = sum(self.specs[name].num_bytes for name in params) / MIB
                 what = "layer" if bucket.params else "operator"
                 text = f"bucket full: it holds {held:.3f} of {cap / MIB:.3f} MiB and the next {what} does not fit"
-                closed.append(Closing(params, text))
-                cap = caps.at(bucket.num_closed)
+                self.closed.append(Closing(params, text))
 
+    def add(self, group: Group) -> None:
+        self.make_room(group)
+        for spec in (self.specs[name] for name in group.params):
+            if spec.sparse:
+                self.closed.append(Closing((spec.name,), "sparse gradients travel alone"))
+            else:
+                self.opened[spec.dtype, spec.device].add(spec, group.layer)
+
+    def finish(self) -> list[Closing]:
+        rest = "the last bucket of its kind closes"
+        return self.closed + [Closing(bucket.close(), rest) for bucket in self.opened.values() if bucket.params]
+
+
+def fill(
+    pieces: Sequence[Sequence[Group]], specs: Mapping[str, ParamSpec], caps: BucketCaps, num_before: int = 0
+) -> list[Closing]:
+    """Buckets for pieces of groups, all in ready order; in the order in which they are full.
+
+    A bucket closes before the piece or group that would take it past its cap. It passes the cap, by half at most
+    unless one group alone is larger, where it is not half full yet, and where what comes hides nothing: to leave
+    would cost a collective and a cut for little. Before part of a repeated layer it rather closes before the whole
+    layer, if it is more than half full then: pieces that are equal layers are compiled only once.
+
+    A group is never divided, nor a piece unless it is larger than that. `num_before` buckets exist already.
+    """
+    filling = _Filling(specs, caps, num_before)
     order: dict[str, int] = {}
     for piece in pieces:
-        make_room(piece)
-        for group in piece:
-            make_room([group], layers.get(group[0], ""))
-            for name in group:
-                order[name] = len(order)
-                spec = specs[name]
-                if spec.sparse:
-                    closed.append(Closing((name,), "sparse gradients travel alone"))
-                    continue
-                opened[spec.dtype, spec.device].add(spec, layers.get(group[0], ""))
-    rest = "the last bucket of its kind closes"
-    closed += [Closing(bucket.close(), rest) for bucket in opened.values() if bucket.params]
-    return sorted(closed, key=lambda closing: order[closing.params[-1]])
+        names = [name for group in piece for name in group.params]
+        order.update({name: len(order) + i for i, name in enumerate(names)})
+        whole = len(piece) > 1 and filling.is_unit(piece)
+        for group in [Group(0, tuple(names))] if whole else piece:
+            filling.add(group)
+    return sorted(filling.finish(), key=lambda closing: order[closing.params[-1]])
 
 
 def place_cuts(

@@ -67,6 +67,7 @@ class Stitched:
         self._structure: Any = None
         self._wrapper: weakref.ref[Any] | None = None
         self._told: set[tuple[int, ...]] = set()
+        self._recorded = ""  # the hash of the plan with which the trace was last told of the pieces
 
     def __call__(self, *args: Any) -> Any:
         active = TorchNames._active_ddp_module
@@ -74,6 +75,8 @@ class Stitched:
             key = tuple(id(args[slot]) for slot in self._ends)
             if key not in self._told or self._wrapper is None or self._wrapper() is not active:
                 self._tell(active, key, args)
+            if trace.recorder is not None and self._recorded != active.reducer.plan.hash:
+                self._record(active.reducer)
         if len(self.pieces) == 1:
             return self._run(0, args)
         values = [*args, *self._constants]
@@ -101,10 +104,14 @@ class Stitched:
             return name if slot is None else names.get(id(args[slot]))
 
         capture_of(reducer).add(self, [piece.span.renamed(name_now) for piece in self.pieces])
-        if trace.recorder is not None:
-            from .explanation import describe  # draws tables, which a training run need not load
+        self._recorded = ""
 
-            trace.fact(CUTS, describe(reducer).to_json())
+    def _record(self, reducer: Any) -> None:
+        """Tell the trace what has been cut, again once the plan in force is another one."""
+        from .explanation import describe  # draws tables, which a training run need not load
+
+        self._recorded = reducer.plan.hash
+        trace.fact(CUTS, describe(reducer).to_json())
 
     def _run(self, index: int, inputs: Sequence[Any]) -> Any:
         piece = self.pieces[index]
