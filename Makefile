@@ -11,17 +11,25 @@ DOCS_STAMP := $(VENV)/installed-docs
 INSTALL := $(BIN)/python -m pip install -q -c constraints.txt $(if $(EXTRA_INDEX),--extra-index-url $(EXTRA_INDEX))
 EDITABLE := $(INSTALL) --no-build-isolation -e
 
-.PHONY: help setup demo test check bench soak docs clean distclean
+# What DeepSpeed and torchft want stays out of .venv: theirs is a second one, which sees the first through base.pth.
+PEERS := .venv-peers
+PEERS_STAMP := $(PEERS)/installed
+SUDO := $(shell test "$$(id -u)" = 0 || echo "sudo -n")
+PURELIB := import sysconfig; print(sysconfig.get_path("purelib"))
+
+.PHONY: help setup browser demo test check bench bench-peers soak docs clean distclean
 
 help:
-	@echo "make setup   create .venv and install phalanx into it with everything below needs"
-	@echo "make demo    train a small GPT on two workers and show what happened"
-	@echo "make test    the whole test suite"
-	@echo "make check   ruff, mypy, import layers, public names"
-	@echo "make bench   side by side with torch's own classes"
-	@echo "make soak    thousands of injected faults"
-	@echo "make docs    the HTML documentation, in docs/_build"
-	@echo "make clean   remove what the others made; distclean removes .venv as well"
+	@echo "make setup        create .venv and install phalanx into it with everything below needs"
+	@echo "make demo         train a small GPT on two workers and show what happened"
+	@echo "make test         the whole test suite"
+	@echo "make browser      install chromium for the tests of the report, where apt and the right to use it are there"
+	@echo "make check        ruff, mypy, import layers, public names"
+	@echo "make bench        side by side with torch's own classes, and a dated report of it"
+	@echo "make bench-peers  side by side with FSDP2, DeepSpeed and torchft, installed into .venv-peers"
+	@echo "make soak         thousands of injected faults"
+	@echo "make docs         the HTML documentation, in docs/_build"
+	@echo "make clean        remove what the others made; distclean removes the environments as well"
 
 setup: $(STAMP)
 
@@ -38,6 +46,13 @@ $(DOCS_STAMP): $(STAMP)
 demo: $(STAMP)
 	$(BIN)/phalanx demo
 
+# For the tests that open the report in a browser. Without one they are replaced by a warning; CI insists on them.
+browser:
+	@if { command -v chromium || command -v chromium-browser || command -v google-chrome; } >/dev/null \
+	  && command -v chromedriver >/dev/null; then echo "browser: already there"; \
+	elif command -v apt-get >/dev/null && $(SUDO) apt-get install -y -q chromium chromium-driver; then echo "browser: installed"; \
+	else echo "browser: install chromium and its chromedriver to have the report tested in a real browser"; fi
+
 test: $(STAMP)
 	$(BIN)/python -m pytest tests
 
@@ -48,6 +63,20 @@ check: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/phalanx bench all
+
+# A peer that cannot be installed here is left out, and the table says so.
+$(PEERS_STAMP): $(STAMP)
+	test -x $(PEERS)/bin/python || $(BIN)/python -m venv $(PEERS)
+	echo "import site; site.addsitedir('$$($(BIN)/python -c '$(PURELIB)')')" > "$$($(PEERS)/bin/python -c '$(PURELIB)')/base.pth"
+	$(PEERS)/bin/python -m pip install -q -c constraints.txt "setuptools>=77" wheel
+	for peer in deepspeed torchft; do \
+	  DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(PEERS)/bin/python -m pip install -q -c constraints.txt --no-build-isolation $$peer \
+	    || echo "bench-peers: $$peer cannot be installed here and will be left out"; \
+	done
+	touch $@
+
+bench-peers: $(PEERS_STAMP)
+	$(PEERS)/bin/python -m bench.peers
 
 soak: $(STAMP)
 	$(BIN)/python -m pytest tests -m soak --timeout=3600
@@ -60,4 +89,4 @@ clean:
 	find . -name __pycache__ -not -path "./$(VENV)/*" -prune -exec rm -rf {} +
 
 distclean: clean
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(PEERS)

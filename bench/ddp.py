@@ -20,12 +20,16 @@ from torch import nn
 import phalanx
 from bench import ranks
 from bench.measure import Samples, interleave, peak_memory, ratio, reset_peak_memory
-from bench.models import CASES, Case
+from bench.models import CASES, SIZES, Case
 from bench.table import Result, Row, options, present
 from phalanx.launch.worker import Worker
 
 ALONE, TORCH, OURS_GLOO, OURS_SHM = "alone", "torch", "phalanx on gloo", "phalanx"
 BLOCK_S = 0.08
+
+
+def _case(name: str) -> Case:
+    return (CASES | SIZES)[name]
 
 
 def wrap(contender: str, model: nn.Module, bucket_view: bool) -> nn.Module:
@@ -65,7 +69,7 @@ def time_case(worker: Worker, case: str, num_rounds: int, shared_memory: bool, b
     """On each rank: milliseconds a step by contender and round, and whether ours and torch's still agree."""
     torch.set_num_threads(1)
     names = [ALONE, TORCH, OURS_GLOO, *([OURS_SHM] if shared_memory else [])]
-    built = {name: stepper(CASES[case], name, worker.rank, bucket_view) for name in names}
+    built = {name: stepper(_case(case), name, worker.rank, bucket_view) for name in names}
     steps = {name: step for name, (_, step) in built.items()}
     num_steps = _steps_in_a_block(steps[TORCH])
     for name in names:
@@ -102,18 +106,27 @@ def weigh_case(worker: Worker, case: str, contender: str, bucket_view: bool) -> 
     warm(torch.ones(1, 8)).sum().backward()
     reset_peak_memory()
     before = peak_memory()
-    _, step = stepper(CASES[case], contender, worker.rank, bucket_view)
+    _, step = stepper(_case(case), contender, worker.rank, bucket_view)
     for _ in range(6):
         step()
     return peak_memory() - before
 
 
+def time_on_ranks(world: int, arguments: dict[str, Any]) -> tuple[dict[str, Samples], bool]:
+    """`time_case` on `world` ranks: milliseconds of the slowest rank, and whether the contenders agree."""
+    by_rank = ranks.run(world, "bench.ddp:time_case", arguments)
+    # A step has ended when its slowest rank has.
+    ms = {
+        name: Samples(tuple(map(max, zip(*(found["ms"][name] for found in by_rank), strict=True))))
+        for name in by_rank[0]["ms"]
+    }
+    return ms, all(found["agree"] for found in by_rank)
+
+
 def _rows(case: str, ms: dict[str, Samples], ours: str) -> list[Row]:
     whole = ratio(ms[ours], ms[TORCH])
     rows = [Row(f"{case}: step", ms[ours].median, ms[TORCH].median, whole.median, whole.low, whole.high, target=1.0)]
-    mine, theirs = (
-        Samples(tuple(a - b for a, b in zip(ms[name].ms, ms[ALONE].ms, strict=True))) for name in (ours, TORCH)
-    )
+    mine, theirs = (Samples(tuple(a - b for a, b in zip(ms[name].ms, ms[ALONE].ms, strict=True))) for name in (ours, TORCH))
     if theirs.median > 0.02 * ms[TORCH].median and min(theirs.ms) > 0:
         above = ratio(mine, theirs)
         rows.append(
@@ -161,15 +174,10 @@ def main() -> None:
             "shared_memory": shared_memory,
             "bucket_view": view,
         }
-        by_rank = ranks.run(2, "bench.ddp:time_case", arguments)
-        # A step has ended when its slowest rank has.
-        ms = {
-            name: Samples(tuple(map(max, zip(*(found["ms"][name] for found in by_rank), strict=True))))
-            for name in by_rank[0]["ms"]
-        }
+        ms, agree = time_on_ranks(2, arguments)
         for result in results:
             result.rows += _rows(case, ms, result.ours)
-            if not by_rank[0]["agree"]:
+            if not agree:
                 result.notes.append(f"{case}: parameters of the two sides differ after the run")
         if not (parsed.no_memory or parsed.quick):
             results[0].rows.append(_memory_row(case, best, view))

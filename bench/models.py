@@ -42,18 +42,22 @@ def _gpt_case(name: str, stresses: str, shape: GPTShape, batch_size: int) -> Cas
     return Case(name, stresses, lambda: GPT(shape), batch, loss)
 
 
-def _mlp() -> nn.Module:
+def _mlp(width: int = 1024) -> nn.Module:
     layers: list[nn.Module] = []
     for _ in range(8):
-        layers += [nn.Linear(1024, 1024), nn.ReLU()]
+        layers += [nn.Linear(width, width), nn.ReLU()]
     return nn.Sequential(*layers)
+
+
+def mlp_case(width: int) -> Case:
+    """Eight layers of `width`: the same model in several sizes."""
+    name = f"mlp-{width}"
+    return Case(name, "size", lambda: _mlp(width), _regression(width, 32), _regression_loss)
 
 
 def _regression(width: int, batch_size: int) -> Callable[[torch.Generator], Batch]:
     def batch(generator: torch.Generator) -> Batch:
-        return torch.randn(batch_size, width, generator=generator), torch.randn(
-            batch_size, width, generator=generator
-        )
+        return torch.randn(batch_size, width, generator=generator), torch.randn(batch_size, width, generator=generator)
 
     return batch
 
@@ -120,3 +124,6 @@ CASES: dict[str, Case] = {
         Case("sparse", "sparse embedding", SparseEmbedding, _rows, _classification_loss, sparse=True),
     )
 }
+
+SIZES: dict[str, Case] = {case.name: case for case in map(mlp_case, (128, 256, 512, 1024, 2048))}
+"""The same model from 0.13 to 34 million parameters, to see how cost grows."""

@@ -84,7 +84,7 @@ def machine() -> dict[str, Any]:
         "torch": torch.__version__,
         "commit": _commit(),
         "date": time.strftime("%Y-%m-%d %H:%M"),
-        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": " ".join([f"python -m bench.{Path(sys.argv[0]).stem}", *sys.argv[1:]]),
     }
 
 
@@ -98,17 +98,21 @@ def _cpu_name() -> str:
 
 def _commit() -> str:
     try:
-        found = subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, timeout=10
-        )
+        found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, timeout=10)
     except OSError:
         return "unknown"
     return found.stdout.strip() or "unknown"
 
 
+def _console() -> Console:
+    console = Console(highlight=False)
+    # A file or a pipe has no width; rows should not break there.
+    return console if console.is_terminal else Console(highlight=False, width=140)
+
+
 def show(result: Result, console: Console | None = None) -> None:
     """Print the table."""
-    console = console or Console(highlight=False)
+    console = console or _console()
     hardware = result.machine
     console.print(f"\n[bold]{result.name}[/]: {result.question}")
     table = Table(box=None, pad_edge=False, padding=(0, 2))
@@ -125,7 +129,7 @@ def show(result: Result, console: Console | None = None) -> None:
             f"{row.theirs:.3g} {row.unit}",
             f"[{style}]{row.ratio:.2f}[/]",
             f"{row.low:.2f}-{row.high:.2f}",
-            "" if row.target is None else f"{sign} {row.target:g}",
+            "" if row.target is None else f"{sign} {row.target:.2g}",
             row.note,
         )
     console.print(table)
@@ -137,41 +141,12 @@ def show(result: Result, console: Console | None = None) -> None:
     )
 
 
-def save(result: Result, folder: Path = RESULTS) -> Path:
-    """Write the result as JSON, named after the day and the benchmark; a later run of a day replaces it."""
+def save(result: Result, folder: Path | None = None) -> Path:
+    """Write the result as JSON under the day's folder; a later run of a day replaces it."""
+    folder = folder or RESULTS / result.machine["date"].split(" ")[0]
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{time.strftime('%Y-%m-%d')}-{result.name}.json"
+    path = folder / f"{result.name}.json"
     path.write_text(json.dumps(result.to_json(), indent=1) + "\n")
-    return path
-
-
-def plot(result: Result, path: Path) -> Path:
-    """Write an HTML plot: one bar a row, with its spread, and the line at 1 where both are even."""
-    import plotly.graph_objects as go
-
-    good, bad = "#3fa283", "#d1495b"
-    bars = go.Bar(
-        y=[row.case for row in result.rows],
-        x=[row.ratio for row in result.rows],
-        orientation="h",
-        marker_color=[good if row.wins and row.keeps_target else bad for row in result.rows],
-        error_x={
-            "type": "data",
-            "array": [row.high - row.ratio for row in result.rows],
-            "arrayminus": [row.ratio - row.low for row in result.rows],
-        },
-        text=[f"{row.ratio:.2f}" for row in result.rows],
-    )
-    figure = go.Figure(bars)
-    figure.add_vline(x=1.0, line_dash="dash", line_color="#888")
-    figure.update_layout(
-        title=f"{result.name}: {result.ours} over {result.theirs}",
-        template="plotly_white",
-        height=160 + 44 * len(result.rows),
-        yaxis={"autorange": "reversed"},
-        xaxis={"title": "ratio", "rangemode": "tozero"},
-    )
-    figure.write_html(path, include_plotlyjs=True)
     return path
 
 
@@ -188,6 +163,9 @@ def present(result: Result, parsed: argparse.Namespace) -> None:
     show(result)
     if parsed.no_save or parsed.quick:
         return
+    # The picture is made of results; it comes here only when one is shown.
+    from bench.plot import draw
+
     path = save(result)
-    drawn = plot(result, path.with_suffix(".html"))
-    Console(highlight=False).print(f"[dim]kept in {path} and {drawn}[/]")
+    drawn = draw(result, path.with_suffix(".svg"))
+    _console().print(f"[dim]kept in {path} and {drawn}[/]")

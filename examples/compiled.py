@@ -20,7 +20,7 @@ def main() -> None:
     model = nn.Sequential(*layers, nn.Linear(64, 1))
     # Small buckets, so that this small model has several.
     model = phalanx.DistributedDataParallel(model, bucket_cap_mb=0.02)
-    compiled = torch.compile(model, backend="phalanx", options={"inner": inner})
+    compiled = torch.compile(model, backend="phalanx", options={"compiler": inner})
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
 
     torch.manual_seed(100 + worker.rank)

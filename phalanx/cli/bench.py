@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import click
@@ -13,7 +15,7 @@ import phalanx
 from phalanx.cli.console import say
 from phalanx.errors import ConfigError
 
-NAMES = ("collectives", "ddp", "zero", "remote", "compile", "scaling")
+NAMES = ("collectives", "ddp", "zero", "remote", "compile", "hosts", "scaling", "tracing", "peers")
 
 
 @click.command(
@@ -24,21 +26,38 @@ NAMES = ("collectives", "ddp", "zero", "remote", "compile", "scaling")
 @click.argument("name")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def command(name: str, arguments: tuple[str, ...]) -> int:
-    """Run benchmark NAME: collectives, ddp, zero, remote, compile, scaling, or all of them.
+    """Run benchmark NAME: collectives, ddp, zero, remote, compile, hosts, scaling, tracing, peers, or
+    all of them.
 
     ARGUMENTS go to the benchmark; `phalanx bench ddp --help` lists its own. Results are printed and kept in
-    bench/results/ as JSON and as a plot.
+    bench/results/DATE/ as JSON and as a plot; `all` ends with a report of what was won and what was lost. Nothing
+    else should run on the machine meanwhile.
     """
     root = source_tree()
     present = [one for one in NAMES if (root / "bench" / f"{one}.py").exists()]
     if name != "all" and name not in present:
         raise ConfigError(f"no benchmark {name!r}; there are {', '.join(present)} and all")
-    worst = 0
-    for one in present if name == "all" else [name]:
-        if name == "all":
-            say(f"bench {one}")
-        worst = max(worst, _run(root, one, arguments))
-    return worst
+    if name != "all":
+        return _run(root, name, arguments)
+    return _run_all(root, present, arguments)
+
+
+def _run_all(root: Path, names: list[str], arguments: tuple[str, ...]) -> int:
+    failed: list[str] = []
+    begun = time.monotonic()
+    for one in names:
+        say(f"bench {one}, {time.monotonic() - begun:.0f} s in")
+        exitcode = _run(root, one, arguments)
+        if exitcode in (-signal.SIGINT, 128 + signal.SIGINT):
+            return exitcode
+        if exitcode:
+            failed.append(one)
+    say(f"all benchmarks took {time.monotonic() - begun:.0f} s")
+    kept = not {"--quick", "--no-save", "--help", "-h"} & set(arguments)
+    exitcode = _run(root, "summary", ()) if kept and len(failed) < len(names) else 0
+    if failed:
+        say(f"failed: {', '.join(failed)}")
+    return 1 if failed else exitcode
 
 
 def source_tree() -> Path:
@@ -55,7 +74,10 @@ def source_tree() -> Path:
 def _run(root: Path, name: str, arguments: tuple[str, ...]) -> int:
     environ = dict(os.environ)
     environ["PYTHONPATH"] = os.pathsep.join([str(root), *filter(None, [environ.get("PYTHONPATH")])])
-    started = subprocess.Popen([sys.executable, "-m", f"bench.{name}", *arguments], env=environ)
+    # Peers are installed apart, by `make bench-peers`, where they change nothing for anybody else.
+    apart = root / ".venv-peers" / "bin" / "python"
+    python = str(apart) if name == "peers" and apart.exists() else sys.executable
+    started = subprocess.Popen([python, "-m", f"bench.{name}", *arguments], env=environ)
     try:
         return started.wait()
     except KeyboardInterrupt:

@@ -25,6 +25,9 @@ _COMMANDS = {
     "bench": "Measure phalanx beside torch's own.",
 }
 
+# What is typed comes back in messages, however long it was.
+_LONGEST = 600
+
 
 class LazyGroup(click.Group):
     """A group whose commands live in modules of the same name, imported on first use."""
@@ -66,11 +69,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         # Whoever read our output has gone; silence the interpreter's own complaint at exit too.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
+    except OSError as error:
+        # A name too long, a full disk, a folder that may not be read: the system says what, and it is the user's to mend.
+        named = f" {error.filename}" if error.filename else ""
+        _fail(f"the system refused{named}: {error.strerror or error}")
 
 
 def _fail(message: str, ctx: click.Context | None = None, exitcode: int = 2) -> None:
     command = ctx.command_path if ctx is not None else "phalanx"
     line = " ".join(message.split())
+    line = line if len(line) <= _LONGEST else f"{line[: _LONGEST // 2]} … {line[-_LONGEST // 2 :]}"
     if ctx is not None and "--help" not in line:
         line += f" (see {command} --help)"
     click.echo(f"{click.style('error', fg='red', bold=True)}: {line}", err=True)

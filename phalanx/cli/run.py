@@ -170,13 +170,17 @@ def _close(outcome: Outcome, directory: RunDirectory, tracing: bool) -> None:
 
 
 def show_failure(failure: FailureSummary, directory: RunDirectory) -> None:
-    """The first failure in full, the others in a line each."""
+    """The first failure in full, what to do, and the others in a line each."""
     first = failure.first
     say(click.style(f"rank {first.rank} failed first", fg="red", bold=True) + f" ({first.how})")
-    for line in (first.traceback or first.message).rstrip().splitlines():
+    said = first.traceback or (first.message if first.message != first.how else "")
+    for line in said.rstrip().splitlines() or ["it left no message"]:
         click.echo(f"    {line}", err=True)
+    if failure.hint:
+        say(click.style("what to do", bold=True) + f": {failure.hint}")
     if failure.others:
         say("meanwhile")
     for end in failure.others:
-        click.echo(f"    rank {end.rank}: {_meanwhile(end)}", err=True)
+        doing = "failed in the same way" if failure.alike(end) else _meanwhile(end)
+        click.echo(f"    rank {end.rank}: {doing}", err=True)
     say(f"all output is in {directory.root}")

@@ -149,10 +149,12 @@ class Reducer:
                 "pass has not given out its gradients yet. It raised, or is still running."
             )
 
-    def use(self, reduction: Reduction) -> None:
-        """Reduce by `reduction` from the next backward on."""
+    def use(self, reduction: Reduction, plan: BucketPlan | None = None) -> None:
+        """Reduce by `reduction` from the next backward on, and by another plan if one is given."""
         self.reduction = reduction
-        self._adopt(self.plan)
+        self._adopt(self.plan if plan is None else plan)
+        if self.options.static_graph and self.settled:
+            self._fix(self.arrivals.sequence, self.arrivals.first_used)
 
     def reconnect(self, collectives: Collectives, patience: Patience, plan: BucketPlan) -> None:
         """Go on over another set of ranks, from step 0, with a plan that may be replaced once again."""
@@ -203,6 +205,7 @@ class Reducer:
         if not self.arrivals.observing and self.reduction.packs_early and is_final(param):
             scale = self.reduction.pack_scale * (1.0 if self.weight is None else self.weight)
             bucket.pack_one(place, scale, self.options.as_views)
+            self.reduction.packed(bucket, place)
 
     def filled(self, bucket: LiveBucket, param: torch.Tensor) -> None:
         self.timeline.filled(bucket.index)

@@ -57,6 +57,9 @@ class Reduction(abc.ABC):
     def begin(self, shadow: bool) -> None:  # noqa: B027 (most have nothing to do)
         """A backward that is to be reduced starts; with `shadow`, only on other ranks."""
 
+    def packed(self, bucket: LiveBucket, place: int) -> None:  # noqa: B027 (most have nothing to do)
+        """A gradient has gone into the body ahead of the others."""
+
     @abc.abstractmethod
     def launch(self, bucket: LiveBucket) -> None:
         """Start the reduction of a dense, packed bucket."""

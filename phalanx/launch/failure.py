@@ -38,6 +38,9 @@ class RankEnd:
         """In words: exit code or signal."""
         if self.exitcode is None:
             return "still running"
+        if self.exitcode == _TOLD_TO_END and self.at_ns is not None:
+            # It had failed by itself, and was told to end while it was still saying so.
+            return f"raised {self.message.partition(':')[0]}"
         if self.exitcode < 0:
             try:
                 return f"killed by {signal.Signals(-self.exitcode).name}"
@@ -53,6 +56,30 @@ class FailureSummary:
     first: RankEnd
     others: tuple[RankEnd, ...]
 
+    @property
+    def hint(self) -> str:
+        """What to do about a failure that does not say so itself; empty where it does."""
+        gone = [str(end.rank) for end in self.others if end.exitcode == 0]
+        if self.first.consequence and gone:
+            ranks = f"rank {gone[0]}" if len(gone) == 1 else f"ranks {', '.join(gone)}"
+            return (
+                f"{ranks} had finished while rank {self.first.rank} still waited for its gradients, so it took fewer "
+                "steps. Give every rank equally many batches, or train inside `with model.join():`."
+            )
+        if self.first.exitcode == -signal.SIGKILL and self.first.at_ns is None:
+            return (
+                "SIGKILL from outside is most often the system running out of memory (see dmesg). Use smaller batches, "
+                "fewer workers, or ZeroRedundancyOptimizer."
+            )
+        if self.first.exitcode in (-signal.SIGSEGV, -signal.SIGBUS) and self.first.at_ns is None:
+            return "It crashed in native code. Shared memory that is full is one cause; `phalanx doctor` looks at it."
+        return ""
+
+    def alike(self, end: RankEnd) -> bool:
+        """Whether another rank failed by itself in the very same words, apart from the ranks they name."""
+        without = [re.sub(r"rank \d+", "rank #", one.message) for one in (self.first, end)]
+        return bool(end.message) and not end.consequence and without[0] == without[1]
+
     def as_facts(self) -> dict[str, Any]:
         """A JSON value for `run.json`."""
         return {
@@ -60,6 +87,7 @@ class FailureSummary:
             "how": self.first.how,
             "message": self.first.message,
             "traceback": self.first.traceback,
+            "hint": self.hint,
             "others": [
                 {"rank": end.rank, "how": end.how, "message": end.message, "doing": end.doing}
                 for end in self.others

@@ -90,6 +90,7 @@ def init(
     if dist.is_initialized():
         environment, chosen = _adopt(environment, backend)
     else:
+        _check_usable(environment, chosen)
         _join(environment, chosen, timeout_s)
     if trace.recorder is None and os.environ.get(TRACE_DIRECTORY):
         trace.start(os.environ[TRACE_DIRECTORY], environment.rank, environment.world)
@@ -188,6 +189,20 @@ def _check_backend(environment: Environment, backend: str) -> None:
         if not _registered(name):
             known = ", ".join(name for name in dist.Backend.backend_list if name != "undefined")
             raise ConfigError(f"rank {environment.rank}: torch knows no backend {name!r}; it has {known}")
+
+
+def _check_usable(environment: Environment, backend: str) -> None:
+    for name in (piece.rsplit(":", 1)[-1].lower() for piece in backend.split(",")):
+        if not dist.is_backend_available(name):
+            raise ConfigError(
+                f"rank {environment.rank}: this build of torch comes without {name!r}. Leave the backend to "
+                "phalanx.init(), or install a torch that has it."
+            )
+        if name == "nccl" and not torch.cuda.is_available():
+            raise ConfigError(
+                f"rank {environment.rank}: nccl moves tensors between GPUs, and this host has none that torch can use. "
+                "Leave the backend to phalanx.init(), or pass 'gloo'."
+            )
 
 
 def _set_threads(environment: Environment, threads: int | None) -> None:

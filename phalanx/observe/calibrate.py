@@ -66,7 +66,7 @@ def resolve(target: str) -> Target:
         raise ConfigError(f"{place} has no function {name!r}")
     try:
         built = function()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(f"{target} failed: {type(error).__name__}: {error}") from error
     model, loss = built if isinstance(built, tuple) and len(built) == 2 else (built, None)
     if not isinstance(model, nn.Module) or not (loss is None or callable(loss)):
@@ -80,7 +80,7 @@ def _import_module(name: str) -> Any:
     sys.path.insert(0, "")
     try:
         return importlib.import_module(name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(f"cannot import {name!r}: {type(error).__name__}: {error}") from error
     finally:
         sys.path.remove("")
@@ -96,7 +96,7 @@ def _import_file(path: Path) -> Any:
     sys.path.insert(0, str(path.resolve().parent))
     try:
         found.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(f"{path} failed: {type(error).__name__}: {error}") from error
     return module
 
@@ -112,7 +112,7 @@ def optimizer_state_bytes(parameters: Iterable[nn.Parameter], optimizer_class: t
     try:
         optimizer = optimizer_class(shadows)  # type: ignore[call-arg]  # every torch optimizer has defaults
         optimizer.step()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(
             f"the state of {optimizer_class.__name__} cannot be predicted ({error}). "
             "Choose one that works element by element, such as AdamW or SGD."

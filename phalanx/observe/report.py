@@ -35,6 +35,9 @@ from phalanx.plan.buckets import BucketPlan
 MOST_POINTS = 800
 """A curve is thinned to this many points; the first and the last are kept."""
 
+UNSHARDED = "unsharded_state"
+"""What the optimizer would hold on every rank, in a recorded memory fact."""
+
 _CURVES = (trace.LOSS, "held_out_loss", trace.TOKENS_PER_S, trace.RESIDENT_BYTES)
 
 
@@ -60,7 +63,7 @@ def render(run: Run) -> str:
     times = [rank_times(rank) for rank in run.ranks]
     return environment.get_template("report.html").render(
         title=_title(run),
-        command=_command(run),
+        command=_command(run) if _command(run) != _title(run) else "",
         facts=run.facts,
         tiles=tiles(run),
         findings=findings(run),
@@ -68,7 +71,9 @@ def render(run: Run) -> str:
         times=times,
         lateness=lateness(run),
         buckets=_bucket_rows(run),
+        cuts=_cuts(run),
         memory=_memory_rows(run),
+        sharded=any(UNSHARDED in kinds for _, kinds in _memory_rows(run)),
         peaks=[(rank.rank, _peak(rank)) for rank in run.ranks],
         has_passes=any(passes(rank) for rank in run.ranks),
         extra_curves=_extra_curves(run),
@@ -84,6 +89,7 @@ def page_data(run: Run) -> dict[str, Any]:
         "timeline": timeline(run),
         "times": [vars(rank_times(rank)) for rank in run.ranks],
         "lateness": [vars(late) for late in lateness(run)],
+        "memory": [{"rank": rank, **kinds} for rank, kinds in _memory_rows(run)],
         "curves": {name: _curve(run, name) for name in names},
     }
 
@@ -207,6 +213,15 @@ def _plan(run: Run) -> BucketPlan | None:
         if trace.PLAN in rank.facts:
             return BucketPlan.from_json(rank.facts[trace.PLAN])
     return None
+
+
+def _cuts(run: Run) -> str:
+    """The picture of what the compiler cut on the first rank that recorded it; "" if nothing was compiled."""
+    from phalanx.compile.picture import draw
+    from phalanx.compile.stitch import CUTS
+
+    found = [rank.facts[CUTS] for rank in run.ranks if CUTS in rank.facts]
+    return draw(found[0]) if found else ""
 
 
 def _memory_rows(run: Run) -> list[tuple[int, dict[str, float]]]:

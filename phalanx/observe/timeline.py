@@ -12,6 +12,8 @@ from phalanx.observe.stats import COMMUNICATION, COMPUTE, Pass, passes, working
 
 MOST_PASSES = 24
 MOST_RANKS = 16
+MOST_LENGTHS = 600
+"""Lengths of passes that are drawn; of a longer run every n-th, the longest of its neighbourhood."""
 
 
 def timeline(run: Run) -> dict[str, Any]:
@@ -23,6 +25,7 @@ def timeline(run: Run) -> dict[str, Any]:
     return {
         "left_out_ranks": len(run.ranks) - len(drawn),
         "num_passes": count,
+        "lengths": _lengths(by_rank, count),
         "passes": [_pass_value(drawn, index, label) for index, label in chosen],
     }
 
@@ -71,6 +74,14 @@ def _telling_passes(by_rank: list[list[Pass]], count: int) -> list[tuple[int, st
     labels = {0: "first", count - 1: "last", slowest: "slowest", usual: "typical"}
     spread = {index * (count - 1) // max(1, MOST_PASSES - 5) for index in range(MOST_PASSES - 4)}
     return [(k, labels.get(k, "")) for k in sorted(spread | set(labels))]
+
+
+def _lengths(by_rank: list[list[Pass]], count: int) -> list[list[float]]:
+    """(index, ms of the slowest rank) of passes: all, or in a long run the longest of each stretch."""
+    whole = [max(found[k].end - found[k].start for found in by_rank) for k in range(count)]
+    stretch = max(1, -(-count // MOST_LENGTHS))
+    chosen = [max(range(at, min(at + stretch, count)), key=whole.__getitem__) for at in range(0, count, stretch)]
+    return [[k, round(whole[k] / 1e6, 4)] for k in chosen]
 
 
 def _pass_value(drawn: list[_Drawn], index: int, label: str) -> dict[str, Any]:

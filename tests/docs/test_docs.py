@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import io
 import os
 import re
 import shlex
 import socket
+import warnings
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import click
 import pytest
+import torch
 
+import phalanx
 from phalanx.cli.main import cli
 from phalanx.launch.worker import leave
 from phalanx.observe import trace
 from tests.cluster import run_ranks
+
+with warnings.catch_warnings():
+    # Torch scripts optimizers when this is imported, and warns of it.
+    warnings.simplefilter("ignore", DeprecationWarning)
+    import torch.distributed.optim as torch_optim
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -53,7 +63,43 @@ def test_the_python_of_a_page_runs_on_two_ranks(page: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    run_ranks(2, run_page, str(page), port, backend=None)
+    # RPC keeps these after its shutdown.
+    left = ["native_threads", "memfd"] if "remote.init(" in page.read_text() else []
+    run_ranks(2, run_page, str(page), port, backend=None, allow_leaks=left)
+
+
+def arguments_in_the_guide(title: str) -> set[str]:
+    """The names in the first column of the tables under a heading of the guide."""
+    section = (ROOT / "docs" / "from_torch.md").read_text().split(f"## {title}\n")[1].split("\n## ")[0]
+    cells = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
+    return {name.strip("*").partition("(")[0] for cell in cells for name in re.findall(r"`([^`]+)`", cell)}
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (phalanx.DistributedDataParallel, torch.nn.parallel.DistributedDataParallel),
+        (phalanx.ZeroRedundancyOptimizer, torch_optim.ZeroRedundancyOptimizer),
+        (phalanx.DistributedOptimizer, torch_optim.DistributedOptimizer),
+    ],
+    ids=lambda kind: kind.__name__,
+)
+def test_the_guide_lists_every_argument_of_both_sides_and_no_other(ours: Any, theirs: Any) -> None:
+    told = arguments_in_the_guide(ours.__name__)
+    taken = {name for kind in (ours, theirs) for name in inspect.signature(kind.__init__).parameters} - {"self"}
+    assert taken <= told, taken - told
+    methods = {name for kind in (ours, theirs) for name in (*dir(kind), *inspect.get_annotations(kind))}
+    assert told <= taken | methods, told - taken - methods
+
+
+@pytest.mark.parametrize("kind", [phalanx.DistributedDataParallel, phalanx.ZeroRedundancyOptimizer])
+def test_every_public_method_of_torchs_class_is_there_or_said_not_to_be(kind: Any) -> None:
+    torchs: Any = {
+        "DistributedDataParallel": torch.nn.parallel.DistributedDataParallel,
+        "ZeroRedundancyOptimizer": torch_optim.ZeroRedundancyOptimizer,
+    }[kind.__name__]
+    missing = {name for name in vars(torchs) if not name.startswith("_") and not hasattr(kind, name)}
+    assert missing <= arguments_in_the_guide(kind.__name__), missing
 
 
 def commands() -> list[str]:

@@ -71,6 +71,30 @@ def test_a_rank_that_exits_with_a_code_shows_its_last_lines(tmp_path: Path) -> N
     ]
 
 
+def test_a_rank_that_had_fewer_batches_is_explained(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path)
+    write_error(directory, 0, "PeerFailure: rank 1 left the group", 100, consequence=True)
+    summary = summarize(directory, 0, {0: 1, 1: 0})
+    assert summary is not None
+    assert "rank 1 had finished while rank 0 still waited" in summary.hint and "model.join()" in summary.hint
+    assert summary.as_facts()["hint"] == summary.hint
+
+
+def test_a_kill_from_outside_points_at_memory(tmp_path: Path) -> None:
+    summary = summarize(RunDirectory(tmp_path), 0, {0: -signal.SIGKILL, 1: -signal.SIGTERM})
+    assert summary is not None and "out of memory" in summary.hint
+
+
+def test_the_same_mistake_on_every_rank_is_told_once(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path)
+    write_error(directory, 0, "ConfigError: rank 0: no such device", 100)
+    write_error(directory, 1, "ConfigError: rank 1: no such device", 110)
+    write_error(directory, 2, "ConfigError: rank 2: another thing", 120)
+    summary = summarize(directory, 0, {0: -signal.SIGTERM, 1: 1, 2: 1})
+    assert summary is not None and summary.hint == "" and summary.first.how == "raised ConfigError"
+    assert [summary.alike(end) for end in summary.others] == [True, False]
+
+
 def test_no_failure_no_summary(tmp_path: Path) -> None:
     assert summarize(RunDirectory(tmp_path), 0, {0: 0, 1: 0}) is None
 

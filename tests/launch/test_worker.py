@@ -113,6 +113,7 @@ def test_a_device_of_another_kind_is_refused_the_second_time(alone: None) -> Non
     ("options", "message"),
     [
         ({"backend": "carrier-pigeon"}, "torch knows no backend 'carrier-pigeon'; it has .*gloo"),
+        ({"backend": "mpi"}, "comes without .mpi.. Leave the backend to phalanx.init"),
         ({"device": "toaster"}, "no device 'toaster'"),
         ({"device": "cuda"}, "needs GPU 0 of this host, which has 0"),
         ({"threads": 0}, "threads must be 1 or more, got 0"),

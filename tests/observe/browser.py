@@ -89,6 +89,9 @@ class Browser:
         actions = [{"type": kind, "value": key} for key in keys for kind in ("keyDown", "keyUp")]
         self._on_page("POST", "/actions", {"actions": [{"type": "key", "id": "keyboard", "actions": actions}]})
 
+    def resize(self, width: int, height: int) -> None:
+        self._on_page("POST", "/window/rect", {"width": width, "height": height})
+
     def console(self) -> list[dict[str, Any]]:
         """What the page wrote to its console, errors of the browser itself included."""
         return list(self._on_page("POST", "/se/log", {"type": "browser"}))

@@ -12,6 +12,8 @@ from torch import nn
 
 import phalanx
 from phalanx.cli.plan import plan_model
+from phalanx.comm.collectives import Collectives
+from phalanx.comm.shm.direct import ShmCollectives
 from phalanx.errors import ConfigError
 from phalanx.launch.environment import Environment
 from phalanx.launch.worker import Worker
@@ -172,7 +174,7 @@ def real_memory(rank: int, world: int) -> tuple[int, int, int]:
     return size(ddp.parameters()), size([p.grad for p in ddp.parameters()]) + buckets, size(state)
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, 3, 4])
 def test_memory_is_predicted_within_5_percent_of_real_training(world: int) -> None:
     model, _ = wide()
     plan = plan_model(model, None)
@@ -211,12 +213,13 @@ def test_zero_memory_is_predicted_within_5_percent_of_real_training(stage: int) 
         assert row.gradients == pytest.approx(gradients + buckets, rel=0.05)
 
 
-def predicted_and_real(rank: int, world: int) -> tuple[float, float]:
+def predicted_and_real(rank: int, world: int, backend: str) -> tuple[float, float]:
     torch.set_num_threads(1)
     model, loss = wide()
-    worker = Worker(Environment("test", rank, world, rank, world), torch.device("cpu"), "gloo")
+    worker = Worker(Environment("test", rank, world, rank, world), torch.device("cpu"), backend)
     measured = measure(worker, Target(model, loss), torch.optim.AdamW)  # type: ignore[arg-type]
-    plan = plan_model(model, None)
+    transport = ShmCollectives if backend == "phalanx" else Collectives
+    plan = plan_model(model, None, transport.worthwhile_buckets)
     predicted = predict_step(plan, measured, world).step_s
     model, loss = wide()
     ddp = phalanx.DistributedDataParallel(model)
@@ -232,12 +235,13 @@ def predicted_and_real(rank: int, world: int) -> tuple[float, float]:
     return predicted, statistics.median(seconds[12:])
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_time_is_predicted_within_25_percent_of_real_training(world: int) -> None:
+@pytest.mark.parametrize("backend", ["gloo", "phalanx"])
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_time_is_predicted_within_25_percent_of_real_training(world: int, backend: str) -> None:
     # Other programs may disturb one half of a measurement: it must come out right once in a few attempts.
     attempts = []
     for _ in range(5):
-        results = run_ranks(world, predicted_and_real)
+        results = run_ranks(world, predicted_and_real, backend, backend=backend)
         predicted = statistics.median(guess for guess, _ in results)
         real = statistics.median(actual for _, actual in results)
         attempts.append((predicted, real))

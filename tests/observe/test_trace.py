@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import pytest
 
 from phalanx.errors import ConfigError
 from phalanx.observe import trace
+from tests.cluster import run_ranks
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -123,6 +125,40 @@ def test_while_off_the_module_functions_do_nothing() -> None:
     trace.fact(trace.PLAN, {})
     with trace.span("data"):
         pass
+
+
+def count_events(rank: int, world: int, folder: str) -> tuple[float, float]:
+    """Events a step, and the processor's seconds an event takes on the thread that records it."""
+    import torch
+
+    import phalanx
+
+    layers = torch.nn.Sequential(*[torch.nn.Linear(300, 300) for _ in range(4)])
+    model = phalanx.DistributedDataParallel(layers, bucket_cap_mb=0.4)
+
+    def step() -> None:
+        model(torch.ones(2, 300)).sum().backward()
+
+    for _ in range(12):
+        step()
+    recorder = trace.start(folder, rank, world)
+    for _ in range(10):
+        step()
+    recorder.flush()
+    num_events = sum(event[0] != "scalar" for event in lines(recorder.path))
+    begun = time.thread_time()
+    for number in range(2000):
+        recorder.span(trace.REDUCE, trace.now_ns(), trace.now_ns(), bucket=number, bytes=number)
+    taken = time.thread_time() - begun
+    trace.stop()
+    return num_events / 10, taken / 2000
+
+
+def test_a_step_records_a_few_events_each_of_microseconds(tmp_path: Path) -> None:
+    # Together these keep tracing far below one percent of any step worth tracing; bench/tracing.py measures it.
+    for events, seconds in run_ranks(2, count_events, str(tmp_path)):
+        assert 4 <= events <= 3 + 3 * 4  # a few for the pass, a few for each bucket
+        assert seconds < 50e-6
 
 
 def test_memory_is_sampled_by_the_recorder_itself(tmp_path: Path) -> None:

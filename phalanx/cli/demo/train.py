@@ -198,9 +198,15 @@ def _tell_step(
         num_steps=num_steps,
         loss=_recent_mean(losses),
         tokens_per_s=speed,
-        hidden=training.model.stats().overlap,
+        hidden=_hidden(training),
         resident=trace.resident_bytes(),
     )
+
+
+def _hidden(training: Training) -> float:
+    """The share of communication hidden behind backward so far; single steps vary too much to be read."""
+    times = training.model.reducer.timeline
+    return times.sum_hidden_ns / times.sum_communication_ns if times.sum_communication_ns else 0.0
 
 
 def main(arguments: str) -> None:

@@ -5,6 +5,7 @@ const RANKS = ["#3d7ab8", "#c2693d", "#3f9c7c", "#9a62b3", "#b39a2f", "#c0517f",
 const options = { displayModeBar: false, responsive: true };
 
 const colour = (name) => getComputedStyle(root).getPropertyValue("--" + name).trim();
+let current = 0;
 const ofRank = (rank) => RANKS[rank % RANKS.length];
 const show = (element, traces, layout) => Plotly.react(element, traces, layout, options);
 
@@ -23,6 +24,14 @@ function layout(extra) {
   return merged;
 }
 
+function smooth(values) {
+  const reach = Math.max(2, Math.round(values.length / 40));
+  return values.map((_, at) => {
+    const near = values.slice(Math.max(0, at - reach), at + reach + 1).filter((value) => value !== null);
+    return near.length ? near.reduce((sum, value) => sum + value, 0) / near.length : null;
+  });
+}
+
 /* Curves ------------------------------------------------------------------------------------------------ */
 function drawCurves() {
   for (const section of document.querySelectorAll("section[data-curves]")) {
@@ -32,12 +41,18 @@ function drawCurves() {
     const bytes = names[0] === "resident_bytes";
     // Held-out loss is the same on every rank, evaluated together.
     const curves = (name) => (name === "held_out_loss" ? data.curves[name].slice(0, 1) : data.curves[name]);
-    const traces = names.flatMap((name) => curves(name).map((curve) => ({
-      x: curve.x, y: bytes ? curve.y.map((value) => value / 1e6) : curve.y, mode: "lines",
-      name: name === "held_out_loss" ? "held out" : "rank " + curve.rank,
-      line: name === "held_out_loss" ? { color: colour("ink"), width: 2.5, dash: "dot" } : { color: ofRank(curve.rank), width: 2 },
-      hovertemplate: "%{y:.4~g} at %{x}<extra>rank " + curve.rank + "</extra>",
-    })));
+    const traces = names.flatMap((name) => curves(name).flatMap((curve) => {
+      const line = {
+        x: curve.x, y: bytes ? curve.y.map((value) => value / 1e6) : curve.y, mode: "lines",
+        name: name === "held_out_loss" ? "held out" : "rank " + curve.rank, legendgroup: name + curve.rank,
+        line: name === "held_out_loss" ? { color: colour("ink"), width: 2.5, dash: "dot" } : { color: ofRank(curve.rank), width: 2 },
+        hovertemplate: "%{y:.4~g} at %{x}<extra>rank " + curve.rank + "</extra>",
+      };
+      // A noisy loss is drawn twice: faintly as it is, and smoothed, so that its course can be seen.
+      if (name !== "loss" || curve.y.length < 60) return [line];
+      const faint = { ...line, opacity: 0.28, showlegend: false, hoverinfo: "skip", hovertemplate: null, line: { ...line.line, width: 1 } };
+      return [faint, { ...line, y: smooth(curve.y), hovertemplate: "smoothed " + line.hovertemplate }];
+    }));
     const byStep = data.curves[names[0]][0].by_step;
     show(section.querySelector(".curve"), traces, layout({
       xaxis: { title: { text: byStep ? "step" : "seconds" } },
@@ -81,12 +96,57 @@ function drawLateness() {
   }));
 }
 
+function drawSharding() {
+  const element = document.getElementById("sharding");
+  if (!element) return;
+  const widest = (kind) => Math.max(...data.memory.map((one) => one[kind] || 0));
+  const before = { parameters: widest("parameters"), gradients: widest("gradients"), state: widest("unsharded_state") };
+  const rows = [["unsharded", before], ...data.memory.map((one) => ["rank " + one.rank, one])];
+  const kinds = [["parameters", "parameters", "forward"], ["gradients", "gradients", "backward"], ["state", "optimizer state", "optimizer"]];
+  const traces = kinds.filter(([kind]) => widest(kind)).map(([kind, name, shade]) => ({
+    type: "bar", orientation: "h", name, y: rows.map(([row]) => row), x: rows.map(([, held]) => (held[kind] || 0) / 1e6),
+    marker: { color: colour(shade), opacity: rows.map(([row]) => (row === "unsharded" ? 0.55 : 1)) },
+    hovertemplate: name + " %{x:,.2f} MB<extra>%{y}</extra>",
+  }));
+  show(element, traces, layout({
+    barmode: "stack", height: Math.max(270, 110 + 26 * rows.length), bargap: 0.35,
+    xaxis: { ticksuffix: " MB", rangemode: "tozero" }, yaxis: { autorange: "reversed" },
+  }));
+}
+
+/* Every pass, as a strip: click one to see the drawn pass nearest to it ---------------------------------- */
+function drawLengths() {
+  const element = document.getElementById("lengths");
+  if (!element) return;
+  const lengths = data.timeline.lengths;
+  const drawn = data.timeline.passes;
+  const nearest = (index) => drawn.reduce((best, one, at) => (Math.abs(one.index - index) < Math.abs(drawn[best].index - index) ? at : best), 0);
+  const sorted = lengths.map(([, ms]) => ms).sort((a, b) => a - b);
+  // One slow first pass must not flatten all others.
+  const top = Math.min(sorted[sorted.length - 1], 2.5 * sorted[Math.floor(sorted.length / 2)]) * 1.08;
+  const bars = {
+    type: "bar", x: lengths.map(([index]) => index), y: lengths.map(([, ms]) => ms), showlegend: false,
+    marker: { color: lengths.map(([index]) => (index === drawn[current].index ? colour("accent") : colour("waiting"))) },
+    hovertemplate: "pass %{x}: %{y:.2f} ms<extra></extra>",
+  };
+  const marks = {
+    mode: "markers", x: drawn.map((one) => one.index), y: drawn.map(() => 0.95 * top), cliponaxis: false, showlegend: false,
+    marker: { symbol: "triangle-down", size: drawn.map((_, at) => (at === current ? 11 : 6)), color: drawn.map((_, at) => colour(at === current ? "accent" : "soft")) },
+    hovertemplate: "pass %{x} is drawn below<extra></extra>",
+  };
+  show(element, [bars, marks], layout({
+    height: 96, margin: { l: 48, r: 12, t: 12, b: 18 }, bargap: lengths.length > 120 ? 0 : 0.2,
+    yaxis: { range: [0, top], nticks: 3, ticksuffix: " ms", fixedrange: true }, xaxis: { fixedrange: true, showgrid: false, range: [-0.7, lengths[lengths.length - 1][0] + 0.7] },
+  }));
+  element.removeAllListeners("plotly_click");
+  element.on("plotly_click", (event) => choose(nearest(event.points[0].x)));
+}
+
 /* Timeline ---------------------------------------------------------------------------------------------- */
 const KINDS = [
   ["forward", "forward"], ["backward", "backward"], ["optimizer", "optimizer"], ["waiting", "waiting"],
   ["reduce hidden", "hidden"], ["reduce exposed", "exposed"], ["gather", "gather"],
 ];
-let current = 0;
 
 function timelineTraces(shown) {
   const traces = new Map(KINDS.map(([kind, shade]) => [kind, {
@@ -153,6 +213,7 @@ function drawTimeline() {
   document.getElementById("pass-length").textContent = `${shown.ms.toFixed(2)} ms`;
   const more = data.timeline.left_out_ranks ? ` ${data.timeline.left_out_ranks} more ranks are not drawn.` : "";
   document.getElementById("timeline-words").textContent = describe(shown) + more;
+  drawLengths();
 }
 
 function choose(index) {
@@ -178,9 +239,13 @@ function setTheme(dark) {
   root.dataset.theme = dark ? "dark" : "light";
   const button = document.getElementById("theme");
   button.setAttribute("aria-pressed", String(dark));
-  drawCurves(); drawTimes(); drawLateness(); drawTimeline();
+  button.textContent = dark ? "☀ Light" : "☾ Dark";
+  drawCurves(); drawTimes(); drawLateness(); drawSharding(); drawTimeline();
 }
 
+// What was raised is in the last lines of a traceback.
+const traceback = document.getElementById("traceback");
+if (traceback) traceback.scrollTop = traceback.scrollHeight;
 prepareTimeline();
 const preferred = matchMedia("(prefers-color-scheme: dark)");
 setTheme(preferred.matches);

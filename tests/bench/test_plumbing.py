@@ -1,0 +1,117 @@
+"""What benchmarks are made of: fair turns, ratios, and results that can be read back."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from rich.console import Console
+
+from bench import peers
+from bench.measure import Samples, interleave, peak_memory, ratio, reset_peak_memory
+from bench.models import CASES, SIZES
+from bench.plot import draw
+from bench.summary import newest, read, write
+from bench.table import Result, Row, save, show
+
+
+def result() -> Result:
+    rows = [
+        Row("fast", 1.0, 2.0, 0.5, 0.45, 0.55, target=0.6),
+        Row("slow", 3.0, 2.0, 1.5, 1.4, 1.6),
+        Row("short", 1.8, 2.0, 0.9, 0.85, 0.95, target=0.5),
+        Row("many", 9.0, 3.0, 3.0, 2.5, 3.5, unit="per s", target=1.2, higher_is_better=True),
+    ]
+    return Result("sample", "Is it quick?", "phalanx", "torch", rows, notes=["a note"])
+
+
+def test_contenders_take_turns_and_every_one_leads_once() -> None:
+    order: list[str] = []
+    steps = {name: (lambda name=name: order.append(name)) for name in "abc"}
+    found = interleave(steps, num_rounds=3, steps_a_round=1, before_block=lambda: order.append("|"))
+    blocks = "".join(order).split("|")[1:]
+    assert len(blocks) == 3 * (3 + 1)
+    assert {blocks[index] for index in (3, 6, 9)} == {"a", "b", "c"}
+    assert all(len(samples.ms) == 3 for samples in found.values())
+
+
+def test_a_ratio_is_taken_round_by_round() -> None:
+    # Rounds differ tenfold, the ratio does not.
+    found = ratio(Samples((1.0, 10.0, 2.0, 5.0)), Samples((2.0, 20.0, 4.0, 10.0)))
+    assert (found.median, found.low, found.high) == (0.5, 0.5, 0.5)
+
+
+def test_peak_memory_sees_what_was_held_and_given_back() -> None:
+    reset_peak_memory()
+    before = peak_memory()
+    tensor = torch.ones(16_000_000)
+    del tensor
+    assert 60_000_000 < peak_memory() - before < 80_000_000
+
+
+def test_wins_and_targets() -> None:
+    fast, slow, short, many = result().rows
+    assert (fast.wins, fast.keeps_target) == (True, True)
+    assert (slow.wins, slow.keeps_target) == (False, True)
+    assert (short.wins, short.keeps_target) == (True, False)
+    assert (many.wins, many.keeps_target) == (True, True)
+
+
+def test_losing_rows_are_red() -> None:
+    console = Console(record=True, width=120, force_terminal=True, color_system="standard")
+    with console.capture() as captured:
+        show(result(), console)
+    lines = {line.split()[0].strip("\x1b[0m"): line for line in captured.get().splitlines() if line.strip()}
+    assert "\x1b[32m0.50" in lines["fast"] and "\x1b[31m1.50" in lines["slow"] and "\x1b[31m0.90" in lines["short"]
+
+
+def test_a_result_survives_its_file(tmp_path: Path) -> None:
+    path = save(result(), tmp_path)
+    assert Result.from_json(json.loads(path.read_text())).rows == result().rows
+
+
+def test_the_picture_is_well_formed_with_a_bar_a_row_in_its_colour(tmp_path: Path) -> None:
+    drawn = ElementTree.parse(draw(result(), tmp_path / "plot.svg")).getroot()
+    bars = [node.get("class") for node in drawn.iter() if node.tag.endswith("rect") and node.get("class") != "paper"]
+    assert bars == ["won", "lost", "lost", "won"]
+    width = float(drawn.get("viewBox", "").split()[2])
+    assert all(float(node.get("x2", 0)) <= width for node in drawn.iter() if node.tag.endswith("line"))
+
+
+def test_the_report_of_the_newest_day_says_what_is_lost_first(tmp_path: Path) -> None:
+    assert newest(tmp_path) is None
+    for day in ("2026-01-02", "2026-01-10"):
+        draw(result(), save(result(), tmp_path / day).with_suffix(".svg"))
+    day = newest(tmp_path)
+    assert day is not None and day.name == "2026-01-10"
+    text = write(read(day), day / "report.md").read_text()
+    assert "# Benchmarks, 2026-01-10" in text and "3 of 4 comparisons won, 1 lost, 1 won but short of" in text
+    lost, won = text.split("## What we win by most")
+    assert "- sample, slow: 1.50 × torch" in lost and "- sample, short: 0.90 × torch, target ≤ 0.5" in lost
+    assert won.index("sample, many: 3.00") < won.index("sample, fast: 0.50")
+    assert "**target missed**" in won and "![sample](sample.svg)" in won
+
+
+def test_peers_that_are_not_installed_are_not_asked() -> None:
+    found = peers.installed()
+    assert found[0] == peers.FSDP2
+    assert (peers.DEEPSPEED in found) == (importlib.util.find_spec("deepspeed") is not None)
+    assert set(peers.RIVAL) == set(peers.MODULES)
+
+
+@pytest.mark.parametrize("name", [*CASES, "mlp-128"])
+def test_every_model_trains(name: str) -> None:
+    case = (CASES | SIZES)[name]
+    torch.manual_seed(0)
+    model = case.build()
+    optimizer = case.optimizer(list(model.parameters()))
+    batch = case.batch(torch.Generator().manual_seed(0))
+    before = case.loss(model, batch)
+    before.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    optimizer.step()
+    assert torch.isfinite(case.loss(model, batch))
