@@ -76,6 +76,7 @@ def run(num_rounds: int) -> list[Any]:
         "WORLD_SIZE": str(NUM_HOSTS * RANKS_A_HOST),
         "MASTER_PORT": str(PORT),
         "GLOO_SOCKET_IFNAME": LINE,
+        "TORCH_CPP_LOG_LEVEL": "ERROR",  # torch warns that these addresses have no names
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
     }
     with tempfile.TemporaryDirectory() as folder, Hosts(NUM_HOSTS, RATE_MBIT) as hosts:

@@ -218,15 +218,12 @@ def _state_row(case: str, by_rank: list[Any], name: str) -> Row:
     mean = sum(ours) / len(ours)
     note = f"largest rank over the mean: ours {max(ours) / mean:.3f}, torch {max(theirs) * len(theirs) / sum(theirs):.3f}"
     share = max(ours) / max(theirs)
-    return Row(
-        f"{case}: state, largest rank", max(ours) / 1e6, max(theirs) / 1e6, share, share, share, unit="MB", note=note
-    )
+    return Row(f"{case}: state, largest rank", max(ours) / 1e6, max(theirs) / 1e6, share, share, share, unit="MB", note=note)
 
 
 def _memory_row(case: str, name: str) -> Row:
     held = {
-        one: statistics.mean(ranks.run(2, "bench.zero:weigh_case", {"case": case, "name": one}))
-        for one in (name, TORCH)
+        one: statistics.mean(ranks.run(2, "bench.zero:weigh_case", {"case": case, "name": one})) for one in (name, TORCH)
     }
     share = held[name] / held[TORCH]
     title = f"{case}: peak memory, {name.split('/')[1]}, {_words(name.split('/')[0])}"

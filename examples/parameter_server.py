@@ -11,8 +11,7 @@ All four processes are started here, on this host, and listen on loopback only.
 from __future__ import annotations
 
 import argparse
-import os
-import socket
+import tempfile
 import time
 
 import torch
@@ -89,13 +88,14 @@ def train(rank: int, group: dist.ProcessGroup, num_steps: int) -> None:
     print(f"{TRAINERS[rank]}: loss {first:.3f} -> {last:.3f}, {rate:.0f} examples/s\n", end="", flush=True)
 
 
-def run(rank: int, port: int, num_steps: int) -> None:
+def run(rank: int, folder: str, num_steps: int) -> None:
     torch.set_num_threads(1)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     names = TRAINERS + SERVERS
-    with remote.init(names[rank], rank, len(names)):
+    # On one host the workers can meet in a file: no port to choose, and nothing that listens.
+    with remote.init(names[rank], rank, len(names), store=dist.FileStore(f"{folder}/rpc", len(names))):
         if rank < len(TRAINERS):
-            dist.init_process_group("gloo", f"tcp://127.0.0.1:{port + 1}", rank=rank, world_size=len(TRAINERS))
+            store = dist.FileStore(f"{folder}/trainers", len(TRAINERS))
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=len(TRAINERS))
             train(rank, dist.group.WORLD, num_steps)
             dist.destroy_process_group()
 
@@ -103,10 +103,8 @@ def run(rank: int, port: int, num_steps: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=300)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    mp.spawn(run, (port, parser.parse_args().steps), nprocs=len(TRAINERS + SERVERS))
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(run, (folder, parser.parse_args().steps), nprocs=len(TRAINERS + SERVERS))
 
 
 if __name__ == "__main__":

@@ -36,7 +36,6 @@ from .kinds import Kind
 from .roster import Roster
 from .scatter import ScatterReduction
 from .scattered import ScatteredGradient
-from .storage import give_back_memory
 from .windows import GradientWindows
 
 # On a hook that does what happens without it, so that the reduction that scatters may take its place.
@@ -343,7 +342,6 @@ class Overlap:
         self.catch_up()
         if self.windows is not None and whole:
             self.windows.absorb()
-            give_back_memory()
         if self.in_backward:
             self._open()
             self._step_everything(self._arguments)

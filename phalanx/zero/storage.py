@@ -11,8 +11,6 @@ compared before every use. Must not know who owns which elements.
 
 from __future__ import annotations
 
-import ctypes
-
 import torch
 
 from ..errors import MismatchError
@@ -84,14 +82,3 @@ class ParameterStorage:
         """Give the parameter the values in `flat`, where they are not its own memory."""
         if self.is_shadow:
             self.param.detach().copy_(unflatten(self.flat, self.spec))
-
-
-def give_back_memory() -> None:
-    """After parameters have moved, and whole gradients are gone: what they were in need not stay with this process.
-
-    The allocator of the C library keeps freed pieces for later ones of their size, of which there will be none. Only
-    glibc can be asked; elsewhere nothing happens.
-    """
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)

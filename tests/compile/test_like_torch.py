@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn.attention.flex_attention import flex_attention
 
 import phalanx
 from phalanx.compile import DDPOptimizer
@@ -55,11 +54,11 @@ def half() -> AbstractContextManager[Any]:
 def number_of_pieces(rank: int, world: int) -> dict[str, Any]:
     found = {}
     for label, context, cap_mb in (
-        ("plain", None, 0.02),
+        ("plain", None, 0.016),
         ("uncut", None, 25),
-        ("autocast", half, 0.02),
-        ("gradients", torch.enable_grad, 0.02),
-        ("no gradients", torch.no_grad, 0.02),
+        ("autocast", half, 0.016),
+        ("gradients", torch.enable_grad, 0.016),
+        ("no gradients", torch.no_grad, 0.016),
     ):
         torch._dynamo.reset()
         model = Toy(context=context)
@@ -144,24 +143,6 @@ class Attention(nn.Module):
         return x
 
 
-class Flexible(nn.Module):
-    """A higher-order operator that captures a buffer of the model."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("slopes", torch.tensor([-4.0, -8.0]))
-        self.project, self.values = nn.Linear(16, 32), nn.Linear(16, 16)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        query, key = (part.view(2, 6, 2, 8).transpose(1, 2) for part in self.project(x).chunk(2, dim=2))
-        value = self.values(x).view(2, 6, 2, 8).transpose(1, 2)
-
-        def biased(score: Any, _batch: Any, head: Any, q: Any, k: Any) -> Any:
-            return score + (q - k) * self.slopes[head]
-
-        return flex_attention(query, key, value, score_mod=biased)
-
-
 class Wrapped(nn.Module):
     """Layers recomputed through torch's checkpoint wrapper, and an input that requires a gradient."""
 
@@ -186,7 +167,6 @@ class Transposing(nn.Module):
 
 SHAPES: dict[type[nn.Module], list[tuple[int, ...]]] = {
     Attention: [(2, 3, 5, 8)],
-    Flexible: [(2, 6, 16)],
     Wrapped: [(4, 16)],
     Transposing: [(4, 6, 5), (8, 6, 5), (12, 6, 5)],
 }
@@ -207,8 +187,7 @@ def train_strange(rank: int, world: int) -> dict[str, Any]:
             for each, x in zip(callables, inputs, strict=True):
                 each(x.requires_grad_()).square().sum().backward()
             gradients = [[x.grad, *(p.grad for p in each.parameters())] for x, each in zip(inputs, pair, strict=True)]
-            # The eager form of flex_attention sums in another order than its compiled one.
-            same &= all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(*gradients, strict=True))
+            same &= all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
         explanation = check_one_plan(pair[1])
         found[kind.__name__] = (same, len(explanation.pieces), [p.error for p in explanation.pieces if p.error])
     return found
@@ -266,21 +245,3 @@ def marked_dynamic(rank: int, world: int) -> list[Any]:
 
 def test_a_dimension_marked_dynamic_is_compiled_once() -> None:
     assert run_ranks(1, marked_dynamic) == [[2]]
-
-
-def count_compilations(rank: int, world: int) -> int:
-    torch._dynamo.reset()
-    counting = Counting()
-    model = nn.Linear(10, 2)
-    model.forward = cut(model.forward, counting.compile_fn)  # type: ignore[method-assign]
-    wrapper = phalanx.DistributedDataParallel(model)
-    with torch._dynamo.config.patch(enable_compiler_collectives=True):
-        for size in (5, 8, 6) if rank == 0 else (6, 6, 3):
-            wrapper.zero_grad()
-            wrapper(torch.randn(size, 10)).square().mean().backward()
-    return counting.calls
-
-
-def test_ranks_with_compiler_collectives_compile_equally_often() -> None:
-    first, second = run_ranks(2, count_compilations)
-    assert first == second

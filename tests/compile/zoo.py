@@ -229,7 +229,7 @@ MODELS: dict[str, Model] = {
     "custom": Model(Custom, 4),
     "mutating": Model(Mutating, 1),
     "cast": Model(Cast, 4),
-    "many_outputs": Model(ManyOutputs, 3),
+    "many_outputs": Model(ManyOutputs, 3, cap_mb=0.001),
     "two_kinds": Model(TwoKinds, 3),
     "unused": Model(Unused, 4, ("spare.bias", "spare.weight")),
 }

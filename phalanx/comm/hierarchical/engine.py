@@ -20,6 +20,7 @@ from ..shm.engine import Engine, TeamEngine
 from ..shm.moving import as_bytes
 from ..shm.reduction import Reduction, reduce_into, scale_in_place
 from .leads import Leads, LeadsError
+from .scratch import Scratch
 from .sentinel import Sentinel, report
 
 _LEAD = 0  # its place in the team
@@ -59,10 +60,12 @@ class HierarchicalEngine(Engine):
         self._watch = team.team.watch
         self._store = store
         self._is_between_hosts = False
+        self._scratch = Scratch(team.team.memory)
         self._leads: Leads | None = None
         self._sentinel: Sentinel | None = None
         if self._place == _LEAD:
-            self._leads = Leads(dist.PrefixStore("leads", store), self._host, len(teams), timeout)
+            leads_store = dist.PrefixStore("leads", store)
+            self._leads = Leads(leads_store, self._host, len(teams), timeout, Scratch(team.team.memory))
             self._sentinel = Sentinel(self._watch, self._leads, store, f"phalanx-sentinel-{self.name}")
 
     def barrier(self, timeout: timedelta) -> None:
@@ -115,11 +118,13 @@ class HierarchicalEngine(Engine):
         by_host = [[datas[rank] for rank in team] for team in self._teams]
         sizes = [sum(data.numel() for data in row) for row in by_host]
         sizes[self._host] = 0  # does not come from outside
-        incoming = torch.empty(sum(sizes), dtype=torch.uint8)
+        ours = sum(data.numel() for data in by_host[self._host])
+        incoming, outgoing = self._scratch.take(sum(sizes) + ours).split([sum(sizes), ours])
         received = incoming.split(sizes)
 
         def exchange(leads: Leads, limit: timedelta) -> None:
-            leads.exchange(received, [torch.cat(by_host[self._host])] * len(sizes), limit)
+            torch.cat(by_host[self._host], out=outgoing)
+            leads.exchange(received, [outgoing] * len(sizes), limit)
 
         with self._whole_or_broken():
             self._team.all_gather(by_host[self._host], as_bytes(input), timeout)

@@ -1,39 +1,34 @@
 """The leads: one rank a host, which talk to each other over gloo for all ranks of their hosts.
 
-Hosts are numbered; the lead of host h is rank h of the leads' gloo group. A call that fails raises
-`LeadsError` with gloo's own words, which say nothing of ranks: who is to blame is found out by the
-caller.
+Hosts are numbered; the lead of host h is rank h of the leads' gloo group. Everything is made of messages between
+two leads, never of gloo's own collectives, and a lead waits only for what it is to receive: gloo can leave
+a sender waiting for its whole time limit when a connection breaks, but never a receiver. That a message has
+arrived, so that its memory may be used again, the receiver acknowledges.
+
+A call that fails raises `LeadsError` with gloo's own words, which say nothing of ranks: who is to
+blame is found out by the caller.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import (
-    AllreduceOptions,
-    BarrierOptions,
-    BroadcastOptions,
-    ReduceOptions,
-)
 
 from ...errors import CommunicationError
 from ..shm.gloo import CuttableGloo
-from ..shm.reduction import Reduction
+from ..shm.moving import as_bytes
+from ..shm.reduction import Reduction, reduce_into
+from .scratch import Scratch
 
-_OPERATIONS: dict[Reduction, Any] = {
-    Reduction.SUM: dist.ReduceOp.SUM,
-    Reduction.PRODUCT: dist.ReduceOp.PRODUCT,
-    Reduction.MIN: dist.ReduceOp.MIN,
-    Reduction.MAX: dist.ReduceOp.MAX,
-    Reduction.BAND: dist.ReduceOp.BAND,
-    Reduction.BOR: dist.ReduceOp.BOR,
-    Reduction.BXOR: dist.ReduceOp.BXOR,
-}
-_TAG = 0
+_DATA, _RECEIVED = 0, 1  # what a message is, as gloo's tag
+_SHORTEST = timedelta(milliseconds=1)
+# Below this a broadcast goes from its root to everybody at once: one message each, and nothing to relay.
+_MANY_BYTES = 1 << 16
 
 
 class LeadsError(CommunicationError):
@@ -43,75 +38,98 @@ class LeadsError(CommunicationError):
 class Leads:
     """The leads of a group, as one of them sees them."""
 
-    def __init__(self, store: dist.Store, host: int, num_hosts: int, timeout: timedelta) -> None:
+    def __init__(
+        self, store: dist.Store, host: int, num_hosts: int, timeout: timedelta, scratch: Scratch
+    ) -> None:
         self.host = host
         self.num_hosts = num_hosts
         self._lines = CuttableGloo(store, host, num_hosts, timeout)
         self._gloo = self._lines.backend
+        self._scratch = scratch
+        self._others = [other for other in range(num_hosts) if other != host]
+        self._byte = torch.zeros(1, dtype=torch.uint8)
+        # The last acknowledgement to each host. It has arrived when that host sends the next message.
+        self._acknowledged: dict[int, Any] = {}
 
     def barrier(self, timeout: timedelta) -> None:
         """Return when all leads have called this."""
-        options = BarrierOptions()
-        options.timeout = timeout
-        self._finish([lambda: self._gloo.barrier(options)], timeout)
+        self.exchange([self._byte.clone() for _ in range(self.num_hosts)], [self._byte] * self.num_hosts, timeout)
 
     def all_reduce(self, tensor: torch.Tensor, reduction: Reduction, timeout: timedelta) -> None:
-        """Replace `tensor` by the reduction over hosts."""
-        options = AllreduceOptions()
-        options.timeout = timeout
-        options.reduceOp = _OPERATIONS[reduction]
-        wire = _as_gloo_takes_it(tensor)
-        self._finish([lambda: self._gloo.allreduce([wire], options)], timeout)
-        if wire is not tensor:
-            tensor.copy_(wire)
+        """Replace `tensor` by the reduction over hosts, in the order of the hosts."""
+        slices = self._reduce_slices(tensor, reduction, timeout)
+        self._gather_slices(slices, timeout)
 
     def reduce(self, tensor: torch.Tensor, root: int, reduction: Reduction, timeout: timedelta) -> None:
-        """Replace `tensor` on the lead of host `root` by the reduction over hosts."""
-        options = ReduceOptions()
-        options.timeout = timeout
-        options.rootRank = root
-        options.reduceOp = _OPERATIONS[reduction]
-        wire = _as_gloo_takes_it(tensor)
-        self._finish([lambda: self._gloo.reduce([wire], options)], timeout)
-        if wire is not tensor and root == self.host:
-            tensor.copy_(wire)
+        """Replace `tensor` on the lead of host `root` by the reduction over hosts; the others' is undefined."""
+        slices = self._reduce_slices(tensor, reduction, timeout)
+        nothing = tensor.new_empty(0)
+        received = slices if root == self.host else [nothing] * self.num_hosts
+        given = [slices[self.host] if other == root else nothing for other in range(self.num_hosts)]
+        self.exchange(received, given, timeout)
 
     def broadcast(self, data: torch.Tensor, root: int, timeout: timedelta) -> None:
         """Replace `data`, which are bytes, by that of the lead of host `root`."""
-        options = BroadcastOptions()
-        options.timeout = timeout
-        options.rootRank = root
-        self._finish([lambda: self._gloo.broadcast([data], options)], timeout)
+        everybody, nothing = range(self.num_hosts), data.new_empty(0)
+        is_root = root == self.host
+        if self.num_hosts == 2 or data.numel() < _MANY_BYTES:
+            received = [data if other == root and not is_root else nothing for other in everybody]
+            self.exchange(received, [data if is_root else nothing] * self.num_hosts, timeout)
+            return
+        # A slice to each, which all then pass on: the root sends the whole twice at most, however many hosts.
+        slices = self._slices(data)
+        received = [slices[self.host] if other == root and not is_root else nothing for other in everybody]
+        self.exchange(received, slices if is_root else [nothing] * self.num_hosts, timeout)
+        self._gather_slices(slices, timeout)
 
     def exchange(
         self, received: Sequence[torch.Tensor], given: Sequence[torch.Tensor], timeout: timedelta
     ) -> None:
-        """Fill `received[h]` with what host h has in `given[host]`; both are bytes, of any sizes."""
-        others = [host for host in range(self.num_hosts) if host != self.host]
-
-        def receive(host: int) -> Callable[[], Any]:
-            return lambda: self._gloo.recv([received[host]], host, _TAG)
-
-        def give(host: int) -> Callable[[], Any]:
-            return lambda: self._gloo.send([given[host]], host, _TAG)
-
-        starts = [receive(host) for host in others if received[host].numel()]
-        starts += [give(host) for host in others if given[host].numel()]
-        self._finish(starts, timeout)
+        """Fill `received[h]` with what host h has in `given[host]`; of any sizes. Both may be used afterwards."""
+        sources = [host for host in self._others if received[host].numel()]
+        targets = [host for host in self._others if given[host].numel()]
+        deadline = time.monotonic() + timeout.total_seconds()
+        try:
+            # Expected before anything is sent: what is expected goes out at once.
+            answers = [self._gloo.recv([self._byte.clone()], host, _RECEIVED) for host in targets]
+            arrivals = [self._gloo.recv([as_bytes(received[host])], host, _DATA) for host in sources]
+            # Kept until they have arrived: gloo forgets a message with its work.
+            sent = [self._gloo.send([as_bytes(given[host])], host, _DATA) for host in targets]
+            for host, arrival in zip(sources, arrivals, strict=True):
+                arrival.wait(_until(deadline))
+                self._acknowledged[host] = self._gloo.send([self._byte], host, _RECEIVED)
+            for answer in answers:
+                answer.wait(_until(deadline))
+            del sent
+        except RuntimeError as error:
+            raise LeadsError(str(error)) from error
 
     def cut(self) -> None:
         """Cut the connections, so that whatever waits on them, here or on another host, raises."""
         self._lines.cut()
 
-    def _finish(self, starts: Sequence[Callable[[], Any]], timeout: timedelta) -> None:
-        try:
-            works = [start() for start in starts]
-            for work in works:
-                work.wait(timeout)
-        except RuntimeError as error:
-            raise LeadsError(str(error)) from error
+    def _slices(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """A slice of a flat tensor for each host; the last ones are shorter, or empty."""
+        width = -(-tensor.numel() // self.num_hosts)
+        return [tensor[host * width : (host + 1) * width] for host in range(self.num_hosts)]
+
+    def _reduce_slices(
+        self, tensor: torch.Tensor, reduction: Reduction, timeout: timedelta
+    ) -> list[torch.Tensor]:
+        """The slices of `tensor`, that of this host reduced over all hosts."""
+        slices = self._slices(tensor)
+        mine = slices[self.host]
+        room = self._scratch.take(len(self._others) * mine.numel() * mine.dtype.itemsize).view(mine.dtype)
+        sources = list(room.view(len(self._others), mine.numel()).unbind())
+        sources.insert(self.host, mine)
+        self.exchange(sources, slices, timeout)
+        reduce_into(mine, sources, reduction)
+        return slices
+
+    def _gather_slices(self, slices: Sequence[torch.Tensor], timeout: timedelta) -> None:
+        """Give all hosts the slice of each."""
+        self.exchange(slices, [slices[self.host]] * self.num_hosts, timeout)
 
 
-def _as_gloo_takes_it(tensor: torch.Tensor) -> torch.Tensor:
-    # gloo has no 16-bit integers.
-    return tensor.to(torch.int32) if tensor.dtype is torch.int16 else tensor
+def _until(deadline: float) -> timedelta:
+    return max(timedelta(seconds=deadline - time.monotonic()), _SHORTEST)
