@@ -278,10 +278,7 @@ class Reducer:
         self.timeline.backward_ended()
         try:
             with gradients_in_place(self):
-                for bucket in self.buckets[self._next :]:
-                    self._launch(bucket)
-                for callback in self.on_flushed:
-                    callback()
+                self._flush()
                 for index in self._finish_all():
                     self._reduce_again(self.buckets[index])
         except PhalanxError as error:
@@ -295,6 +292,13 @@ class Reducer:
         if self.arrivals.observing:
             self._settle()
         for callback in self.on_reduced:
+            callback()
+
+    def _flush(self) -> None:
+        """Launch what is left. By itself, because `_end` must not hold a bucket when it settles on another plan."""
+        for bucket in self.buckets[self._next :]:
+            self._launch(bucket)
+        for callback in self.on_flushed:
             callback()
 
     def _finish_all(self) -> tuple[int, ...]:
@@ -464,8 +468,7 @@ class Reducer:
         for bucket in self.buckets:
             self._make_way(bucket)
             self._send_nothing(bucket, weight)
-        last = self._finish(self.buckets[-1])
-        late = () if last is None else last.late_buckets
+        late = () if (last := self._finish(self.buckets[-1])) is None else last.late_buckets
         self._check_late(late)
         for bucket in self.buckets:
             if bucket.index in late:

@@ -35,7 +35,7 @@ _PAGE = 4096
 _HUGE_PAGE = 2 << 20
 _MADV_COLLAPSE = 25  # not in Python's mmap; an error on Linux before 6.1
 _MIN_EXTENT_BYTES = 1 << 20
-_MAX_GROWTH_BYTES = 1 << 30
+_RETURNED_BYTES = 1 << 20  # free places from this size on go back to the kernel when they do not fit
 _TABLE_ROW = struct.Struct("<QQ")  # first byte and number of bytes of one extent
 _TABLE_ROWS = _PAGE // _TABLE_ROW.size - 1
 
@@ -106,6 +106,16 @@ def _reserve(fd: int, start: int, num_bytes: int) -> None:
         ) from error
 
 
+def _collapse(memory: mmap.mmap, at: int, num_bytes: int) -> None:
+    """Bring the whole huge pages of a range together; extents of that size begin with one."""
+    first, end = aligned(at, _HUGE_PAGE), (at + num_bytes) // _HUGE_PAGE * _HUGE_PAGE
+    if first < end:
+        try:
+            memory.madvise(_MADV_COLLAPSE, first, end - first)
+        except OSError:
+            pass  # no huge pages to be had: small ones do
+
+
 @dataclass
 class _FreeList:
     """Free places of an arena, by offset; neighbours inside one extent are merged."""
@@ -135,6 +145,10 @@ class _FreeList:
                 self.lengths[before] += num_bytes
                 return
         self._add(start, num_bytes)
+
+    def items(self) -> list[tuple[int, int]]:
+        """Every free place and its length."""
+        return list(self.lengths.items())
 
     def _add(self, start: int, num_bytes: int) -> None:
         insort(self.starts, start)
@@ -184,6 +198,7 @@ class Arena(_Mapped):
         # the lock held; appending to a deque needs no lock.
         self._returned: deque[tuple[int, int]] = deque()
         self._retired: set[int] = set()
+        self._has_holes = False
         _reserve(self.fd, 0, _PAGE)
         self._table = _map_extent(self.fd, 0, _PAGE)
         self._end = _PAGE
@@ -237,7 +252,10 @@ class Arena(_Mapped):
                 self._give_back(*self._returned.popleft())
             offset = self._free.take(num_bytes)
             if offset is not None:
+                if self._has_holes:
+                    self._refill(offset, num_bytes)
                 return offset, False
+            self._return_free()
             self._grow(num_bytes)
             offset = self._free.take(num_bytes)
             assert offset is not None, "an extent just made has room for what it was made for"
@@ -247,16 +265,33 @@ class Arena(_Mapped):
         if not any(start <= offset < start + num_bytes for offset in self._retired):
             self._free.give(start, num_bytes, self._starts)
 
+    def _refill(self, offset: int, num_bytes: int) -> None:
+        """Memory for a free place, whose pages may have gone back to the kernel."""
+        try:
+            _reserve(self.fd, offset, num_bytes)
+        except CommunicationError:
+            self._free.give(offset, num_bytes, self._starts)
+            raise
+        _collapse(*self.mapping(offset), num_bytes)
+
+    def _return_free(self) -> None:
+        """Give the kernel the pages of free places: they did not fit, so their memory should not count twice."""
+        for start, num_bytes in self._free.items():
+            first, end = aligned(start, _PAGE), (start + num_bytes) // _PAGE * _PAGE
+            if num_bytes >= _RETURNED_BYTES and first < end:
+                memory, at = self.mapping(first)
+                memory.madvise(mmap.MADV_REMOVE, at, end - first)
+                self._has_holes = True
+
     def _grow(self, num_bytes: int) -> None:
         if len(self._extents) == _TABLE_ROWS:
             raise CommunicationError(
                 f"shared memory in {_TABLE_ROWS} pieces cannot grow by {num_bytes} bytes more. "
                 "Allocate fewer, larger tensors."
             )
-        # Doubling keeps the extents few; the cap keeps a large arena from taking twice its need.
-        doubled = min(max(self._num_bytes, _MIN_EXTENT_BYTES), _MAX_GROWTH_BYTES)
+        # By an eighth at least, which keeps the extents few and what is held close to what is used.
         try:
-            extent = self._make_extent(max(num_bytes, doubled))
+            extent = self._make_extent(max(num_bytes, self._num_bytes // 8, _MIN_EXTENT_BYTES))
         except CommunicationError:
             extent = self._make_extent(num_bytes)
         row = len(self._extents)
@@ -277,11 +312,7 @@ class Arena(_Mapped):
             os.ftruncate(self.fd, start)  # give back what was reserved
             raise
         self._end = start + num_bytes
-        if granule == _HUGE_PAGE:
-            try:
-                extent.memory.madvise(_MADV_COLLAPSE, 0, num_bytes)
-            except OSError:
-                pass  # no huge pages to be had: small ones do
+        _collapse(extent.memory, 0, num_bytes)
         return extent
 
 
