@@ -51,15 +51,15 @@ def choose_group(process_group: dist.ProcessGroup | None, device_mesh: DeviceMes
 def choose_caps(
     bucket_cap_mb: float | None, bucket_cap_mb_list: Sequence[float] | None, total_bytes: int, num_buckets: int
 ) -> BucketCaps:
-    """Caps in bytes: as given, else torch's, lowered for a model too small for `num_buckets` of them.
+    """Caps in bytes: as given; else torch's, or even buckets for a model too small for `num_buckets` of those.
 
-    The first bucket is small only by default, so that communication starts early.
+    Torch's first bucket is small, so that communication starts early; a small model gains nothing by a bucket more.
     """
     if bucket_cap_mb_list:
         return BucketCaps(tuple(int(cap * MIB) for cap in bucket_cap_mb_list))
     if bucket_cap_mb is None:
-        even = max(total_bytes // num_buckets, DEFAULT_FIRST_CAP_BYTES)
-        return BucketCaps((DEFAULT_FIRST_CAP_BYTES, min(even, DEFAULT_CAP_BYTES)))
+        even = max(-(-total_bytes // num_buckets), DEFAULT_FIRST_CAP_BYTES)
+        return BucketCaps((even,) if even < DEFAULT_CAP_BYTES else (DEFAULT_FIRST_CAP_BYTES, DEFAULT_CAP_BYTES))
     return BucketCaps((int(bucket_cap_mb * MIB),))
 
 

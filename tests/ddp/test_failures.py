@@ -65,7 +65,7 @@ def test_survivors_name_a_lost_rank_within_five_seconds(how: str) -> None:
 
 
 def test_a_silent_rank_is_named_at_the_time_limit() -> None:
-    outcomes = spawn_ranks(2, survive, "stalled", timeout_s=25, pg_timeout_s=4)
+    outcomes = spawn_ranks(2, survive, "stalled", timeout_s=14, pg_timeout_s=4)
     kind, message, ranks, seconds = outcomes[0].value
     assert kind == CollectiveTimeout.__name__, message
     assert ranks == (1,) and "time limit of 4 s" in message and 4 <= seconds < 12
