@@ -238,13 +238,13 @@ def predicted_and_real(rank: int, world: int, backend: str) -> tuple[float, floa
 @pytest.mark.parametrize("backend", ["gloo", "phalanx"])
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_time_is_predicted_within_25_percent_of_real_training(world: int, backend: str) -> None:
-    # Other programs may disturb one half of a measurement: it must come out right once in a few attempts.
+    # Other programs may disturb one half of a measurement: most of five attempts must come out right.
     attempts = []
-    for _ in range(5):
+    right: list[bool] = []
+    while max(right.count(True), right.count(False)) < 3:
         results = run_ranks(world, predicted_and_real, backend, backend=backend)
         predicted = statistics.median(guess for guess, _ in results)
         real = statistics.median(actual for _, actual in results)
         attempts.append((predicted, real))
-        if predicted == pytest.approx(real, rel=0.25):
-            return
-    pytest.fail(f"predicted and real seconds: {attempts}")
+        right.append(predicted == pytest.approx(real, rel=0.25))
+    assert right.count(True) == 3, f"predicted and real seconds: {attempts}"
