@@ -19,13 +19,13 @@ from torch import nn
 
 import phalanx
 from bench import ranks
-from bench.measure import Samples, interleave, peak_memory, ratio, reset_peak_memory
+from bench.measure import Samples, Weighing, interleave, ratio
 from bench.models import CASES, SIZES, Case
 from bench.table import Result, Row, options, present
 from phalanx.launch.worker import Worker
 
 ALONE, TORCH, OURS_GLOO, OURS_SHM = "alone", "torch", "phalanx on gloo", "phalanx"
-BLOCK_S = 0.08
+BLOCK_S = 0.2
 
 
 def _case(name: str) -> Case:
@@ -100,16 +100,15 @@ def _close(first: nn.Module, second: nn.Module) -> bool:
 
 
 def weigh_case(worker: Worker, case: str, contender: str, bucket_view: bool) -> int:
-    """On each rank: the peak of resident bytes while training, above what the process held before."""
+    """On each rank: the peak of bytes while training, above what the process held before."""
     torch.set_num_threads(1)
     warm = nn.Linear(8, 8)
     warm(torch.ones(1, 8)).sum().backward()
-    reset_peak_memory()
-    before = peak_memory()
-    _, step = stepper(_case(case), contender, worker.rank, bucket_view)
-    for _ in range(6):
-        step()
-    return peak_memory() - before
+    with Weighing() as weighing:
+        _, step = stepper(_case(case), contender, worker.rank, bucket_view)
+        for _ in range(8):
+            step()
+    return weighing.peak - weighing.before
 
 
 def time_on_ranks(world: int, arguments: dict[str, Any]) -> tuple[dict[str, Samples], bool]:
@@ -143,21 +142,25 @@ def _rows(case: str, ms: dict[str, Samples], ours: str) -> list[Row]:
     return rows
 
 
-def _memory_row(case: str, ours: str, bucket_view: bool) -> Row:
+def _memory_rows(case: str, contenders: list[str], bucket_view: bool) -> list[Row]:
     held = {
         name: statistics.mean(
             ranks.run(2, "bench.ddp:weigh_case", {"case": case, "contender": name, "bucket_view": bucket_view})
         )
-        for name in (ours, TORCH)
+        for name in (TORCH, *contenders)
     }
-    share = held[ours] / held[TORCH]
-    return Row(f"{case}: peak memory", held[ours] / 1e6, held[TORCH] / 1e6, share, share, share, unit="MB")
+    rows = []
+    for ours in contenders:
+        mine, theirs = held[ours] / 1e6, held[TORCH] / 1e6
+        share = mine / theirs
+        rows.append(Row(f"{case}: peak memory", mine, theirs, share, share, share, unit="MB", target=1.0))
+    return rows
 
 
 def main() -> None:
     parser = options("phalanx DDP beside torch DDP, two ranks")
     parser.add_argument("--case", action="append", choices=list(CASES), help="only these models")
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--no-memory", action="store_true", help="leave peak memory out")
     parser.add_argument("--gradient-as-bucket-view", action="store_true", help="for both sides")
     parsed = parser.parse_args()
@@ -180,7 +183,8 @@ def main() -> None:
             if not agree:
                 result.notes.append(f"{case}: parameters of the two sides differ after the run")
         if not (parsed.no_memory or parsed.quick):
-            results[0].rows.append(_memory_row(case, best, view))
+            for result, row in zip(results, _memory_rows(case, [one.ours for one in results], view), strict=True):
+                result.rows.append(row)
     for result in results:
         present(result, parsed)
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import gc
 import statistics
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+LOOK_S = 0.004
 
 
 @dataclass(frozen=True)
@@ -70,14 +73,29 @@ def interleave(
     return {name: Samples(tuple(values)) for name, values in found.items()}
 
 
-def reset_peak_memory() -> None:
-    """Start a new peak. Linux only, like `peak_memory`."""
-    Path("/proc/self/clear_refs").write_text("5")
+class Weighing:
+    """The most memory that this process holds meanwhile, a page that several share counted in parts."""
+
+    def __init__(self) -> None:
+        self.before = self.peak = _proportional_bytes()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._look)
+
+    def __enter__(self) -> Weighing:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _look(self) -> None:
+        while not self._ended.wait(LOOK_S):
+            self.peak = max(self.peak, _proportional_bytes())
 
 
-def peak_memory() -> int:
-    """The most bytes this process held since `reset_peak_memory`; shared pages count in every process."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
+def _proportional_bytes() -> int:
+    for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
+        if line.startswith("Pss:"):
             return int(line.split()[1]) * 1024
-    raise RuntimeError("the kernel does not tell the peak memory of a process")
+    raise RuntimeError("the kernel does not tell the proportional memory of a process")

@@ -12,10 +12,8 @@ memory that both ranks share counted half in each. DeepSpeed is left out unless 
 from __future__ import annotations
 
 import statistics
-import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +23,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
 
 import phalanx
 from bench import ranks
-from bench.measure import Samples, interleave, ratio
+from bench.measure import Samples, Weighing, interleave, ratio
 from bench.models import CASES, Batch, Case
 from bench.table import Result, Row, options, present
 from phalanx.launch.worker import Worker
@@ -36,7 +34,6 @@ OURS = "phalanx"
 MODELS = ("gpt-5m", "gpt-30m")
 TARGETS = {"phalanx": 0.6, "gloo": 0.85}
 BLOCK_S = 0.1
-LOOK_S = 0.004
 
 Step = Callable[[], None]
 
@@ -154,34 +151,6 @@ def weigh_case(worker: Worker, case: str, name: str) -> int:
         for _ in range(6):
             step()
     return weighing.peak - weighing.before
-
-
-class Weighing:
-    """The most memory that this process holds meanwhile, a page that several share counted in parts."""
-
-    def __init__(self) -> None:
-        self.before = self.peak = _proportional_bytes()
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._look)
-
-    def __enter__(self) -> Weighing:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        self._thread.join()
-
-    def _look(self) -> None:
-        while not self._ended.wait(LOOK_S):
-            self.peak = max(self.peak, _proportional_bytes())
-
-
-def _proportional_bytes() -> int:
-    for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
-        if line.startswith("Pss:"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError("the kernel does not tell the proportional memory of a process")
 
 
 def _samples(by_rank: list[Any], name: str) -> Samples:

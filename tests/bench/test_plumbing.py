@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import time
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -12,7 +13,7 @@ import torch
 from rich.console import Console
 
 from bench import peers
-from bench.measure import Samples, interleave, peak_memory, ratio, reset_peak_memory
+from bench.measure import Samples, Weighing, interleave, ratio
 from bench.models import CASES, SIZES
 from bench.plot import draw
 from bench.summary import newest, read, write
@@ -46,11 +47,11 @@ def test_a_ratio_is_taken_round_by_round() -> None:
 
 
 def test_peak_memory_sees_what_was_held_and_given_back() -> None:
-    reset_peak_memory()
-    before = peak_memory()
-    tensor = torch.ones(16_000_000)
-    del tensor
-    assert 60_000_000 < peak_memory() - before < 80_000_000
+    with Weighing() as weighing:
+        tensor = torch.ones(16_000_000)
+        time.sleep(0.1)
+        del tensor
+    assert 60_000_000 < weighing.peak - weighing.before < 80_000_000
 
 
 def test_wins_and_targets() -> None:
