@@ -121,8 +121,8 @@ class DistributedDataParallel(TorchNames, torch.nn.Module, Joinable):
         num_buckets = collectives_for(self.process_group).worthwhile_buckets
         self.caps = arguments.choose_caps(bucket_cap_mb, bucket_cap_mb_list, total_bytes, num_buckets)
         self.bucket_bytes_cap_list = list(self.caps.caps_bytes) if bucket_cap_mb_list else []
-        default = bucket_cap_mb is None and not bucket_cap_mb_list
-        self.bucket_bytes_cap = DEFAULT_CAP_BYTES if default else max(self.caps.caps_bytes)
+        self.caps_are_given = bucket_cap_mb is not None or bool(bucket_cap_mb_list)
+        self.bucket_bytes_cap = max(self.caps.caps_bytes) if self.caps_are_given else DEFAULT_CAP_BYTES
         self.find_unused_parameters = find_unused_parameters
         self.gradient_as_bucket_view = arguments.choose_views(gradient_as_bucket_view, mixed_precision)
         self.batched_grad_copy = batched_grad_copy

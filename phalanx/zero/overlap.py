@@ -161,8 +161,7 @@ class Overlap:
         A scattered bucket costs three collectives where a plain one costs one. In the second stage large buckets
         would cost the memory that it is to save.
         """
-        chosen = len(wrapper.caps.caps_bytes) == 1 or bool(wrapper.bucket_bytes_cap_list)
-        if chosen or self.stage == 2 or reducer.arrange is not None:
+        if wrapper.caps_are_given or self.stage == 2 or reducer.arrange is not None:
             return None
         plan = reducer.plan
         total = sum(bucket.num_bytes for bucket in plan.buckets)

@@ -385,3 +385,15 @@ def alone_after(rank: int, world: int) -> Any:
 
 def test_a_second_optimizer_takes_the_place_of_the_first() -> None:
     assert run_ranks(2, alone_after) == [[[]] * 3] * 2
+
+
+def buckets_by_caps(rank: int, world: int, given: dict[str, Any]) -> int:
+    model = torch.nn.Sequential(*(torch.nn.Linear(600, 600) for _ in range(4)))  # 5.5 MiB
+    wrapped = phalanx.DistributedDataParallel(model, **given)
+    phalanx.ZeroRedundancyOptimizer(wrapped.parameters(), torch.optim.Adam, overlap_with_ddp=True)
+    return len(wrapped.plan.buckets)
+
+
+@pytest.mark.parametrize(("given", "expected"), [({}, 1), ({"bucket_cap_mb": 3}, 2), ({"bucket_cap_mb_list": [3]}, 2)])
+def test_buckets_are_widened_unless_a_size_was_asked_for(given: dict[str, Any], expected: int) -> None:
+    assert run_ranks(2, buckets_by_caps, given) == [expected] * 2
