@@ -106,13 +106,8 @@ class Reduction(abc.ABC):
         self.patience.wait(bucket.work, where)
 
 
-class AllReduce(Reduction):
-    """The mean by one all-reduce a bucket, tail included."""
-
-    def allocate(self, index: int, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Rounded up so that each rank's share starts on a cache line: transports move aligned memory faster."""
-        unit = _ALIGNED_ELEMENTS * self.collectives.world
-        return self.collectives.allocate(-(-numel // unit) * unit, dtype, device)
+class Mean(Reduction):
+    """The mean by a collective that adds, with the division where it costs least: in the transport, or while packing."""
 
     @property
     def pack_scale(self) -> float:
@@ -122,12 +117,21 @@ class AllReduce(Reduction):
     def transport_scale(self) -> float:
         return 1.0 / self.collectives.world if self.collectives.fuses_scale else 1.0
 
-    def launch(self, bucket: LiveBucket) -> None:
-        bucket.work = self.collectives.all_reduce(bucket.flat, self.transport_scale)
-
     def finish(self, bucket: LiveBucket, where: str) -> None:
         assert bucket.work is not None, "a bucket is launched before it is waited for"
         self.patience.wait(bucket.work, where)
+
+
+class AllReduce(Mean):
+    """The mean by one all-reduce a bucket, tail included."""
+
+    def allocate(self, index: int, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Rounded up so that each rank's share starts on a cache line: transports move aligned memory faster."""
+        unit = _ALIGNED_ELEMENTS * self.collectives.world
+        return self.collectives.allocate(-(-numel // unit) * unit, dtype, device)
+
+    def launch(self, bucket: LiveBucket) -> None:
+        bucket.work = self.collectives.all_reduce(bucket.flat, self.transport_scale)
 
 
 class HookReduction(Reduction):

@@ -17,7 +17,7 @@ from ..comm.collectives import Collectives
 from ..comm.patience import Patience
 from ..ddp.bucket import LiveBucket
 from ..ddp.reducer import Reducer
-from ..ddp.reduction import Reduction
+from ..ddp.reduction import Mean
 from ..errors import ReductionError
 from ..plan.shards import UNIT, slice_numel
 
@@ -42,7 +42,7 @@ class SliceTaker(Protocol):
         """The mean of the own slice of a bucket is there, still to be multiplied with `factor`."""
 
 
-class ScatterReduction(Reduction):
+class ScatterReduction(Mean):
     """Reduce-scatter in place of all-reduce. `used_at_once`: the taker is done with a slice when it returns."""
 
     tail_rides = False
@@ -65,14 +65,6 @@ class ScatterReduction(Reduction):
         self.packs_early = stage == 1
         self._shared: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
         self._windows: dict[int, torch.Tensor] = {}
-
-    @property
-    def pack_scale(self) -> float:
-        return 1.0 if self.collectives.fuses_scale else 1.0 / self.collectives.world
-
-    @property
-    def transport_scale(self) -> float:
-        return 1.0 / self.collectives.world if self.collectives.fuses_scale else 1.0
 
     # -- memory --------------------------------------------------------------------------------
 
@@ -138,10 +130,6 @@ class ScatterReduction(Reduction):
         self._taker.sent(bucket)
         own = self.own(bucket)
         bucket.work = self.collectives.reduce_scatter(own, bucket.flat, self.transport_scale)
-
-    def finish(self, bucket: LiveBucket, where: str) -> None:
-        assert bucket.work is not None, "a bucket is launched before it is waited for"
-        self.patience.wait(bucket.work, where)
 
     def give_out(self, bucket: LiveBucket, factor: float, usage: Sequence[int] | None, as_views: bool) -> None:
         self._taker.take(bucket, factor, usage)
