@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -179,3 +180,36 @@ def differ(rank: int, world: int) -> list[torch.Tensor]:
 def test_ranks_may_differ_in_what_they_keep(backend: str) -> None:
     first, second = run_ranks(2, differ, backend=backend)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+class Crossed(nn.Module):
+    """Used in the order of registration reversed, so that the observed order asks for another plan."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last, self.first = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(inputs))
+
+
+def replace_plan(rank: int, world: int) -> tuple[bool, bool]:
+    """Whether the plan was replaced, and whether every old bucket was gone before the new ones were made."""
+    model = phalanx.DistributedDataParallel(Crossed(), bucket_cap_mb=0.1)
+    reducer = model.reducer
+    old, plan = [weakref.ref(bucket) for bucket in reducer.buckets], reducer.plan.hash
+    alive: list[int] = []
+    allocate = reducer._allocate
+
+    def watched(new: Any) -> Any:
+        alive.append(sum(bucket() is not None for bucket in old))
+        return allocate(new)
+
+    reducer._allocate = watched
+    backward(model, rank, 0)
+    return reducer.plan.hash != plan, alive == [0]
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_buckets_of_a_replaced_plan_are_freed_before_new_ones_are_made(world: int) -> None:
+    assert run_ranks(world, replace_plan) == [(True, True)] * world
