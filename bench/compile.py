@@ -20,7 +20,7 @@ from torch import nn
 import phalanx
 from bench import ranks
 from bench.ddp import BLOCK_S
-from bench.measure import Samples, interleave, ratio
+from bench.measure import Samples, interleave, ratio, steps_in_a_block
 from bench.models import CASES, Case
 from bench.table import Result, Row, options, present
 from phalanx.compile import phalanx_backend
@@ -46,18 +46,7 @@ def stepper(case: Case, contender: str, rank: int) -> tuple[nn.Module, Callable[
     torch.manual_seed(0)
     wrapper, model = compiled(contender, case.build())
     optimizer = case.optimizer(list(wrapper.parameters()))
-    generator = torch.Generator().manual_seed(100 + rank)
-    batches = [case.batch(generator) for _ in range(4)]
-    count = 0
-
-    def step() -> None:
-        nonlocal count
-        optimizer.zero_grad(set_to_none=True)
-        case.loss(model, batches[count % len(batches)]).backward()
-        optimizer.step()
-        count += 1
-
-    return wrapper, step
+    return wrapper, case.training(model, optimizer, rank)
 
 
 def time_steps(worker: Worker, case: str, contenders: Sequence[str], num_rounds: int) -> dict[str, Any]:
@@ -71,7 +60,7 @@ def time_steps(worker: Worker, case: str, contenders: Sequence[str], num_rounds:
             started = time.perf_counter()
             step()
             took = time.perf_counter() - started
-    samples = interleave(steps, num_rounds, _steps_in_a_block(took), dist.barrier)
+    samples = interleave(steps, num_rounds, steps_in_a_block(took, BLOCK_S), dist.barrier)
     reference = list(built[contenders[0]][0].parameters())
     close = all(
         torch.allclose(a, b, rtol=1e-3, atol=1e-4)
@@ -80,12 +69,6 @@ def time_steps(worker: Worker, case: str, contenders: Sequence[str], num_rounds:
     )
     buckets = {name: len(w.plan.buckets) for name, (w, _) in built.items() if hasattr(w, "plan")}
     return {"ms": {name: found.ms for name, found in samples.items()}, "agree": close, "buckets": buckets}
-
-
-def _steps_in_a_block(step_s: float) -> int:
-    guess = torch.tensor([step_s])
-    dist.all_reduce(guess, dist.ReduceOp.MAX)  # every rank must take the same number of steps
-    return max(1, round(BLOCK_S / guess.item()))
 
 
 def time_compilation(worker: Worker, case: str, contender: str, cache: str) -> float:

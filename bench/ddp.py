@@ -19,7 +19,7 @@ from torch import nn
 
 import phalanx
 from bench import ranks
-from bench.measure import Samples, Weighing, interleave, ratio
+from bench.measure import Samples, Weighing, interleave, ratio, steps_in_a_block
 from bench.models import CASES, SIZES, Case
 from bench.table import Result, Row, options, present
 from phalanx.launch.worker import Worker
@@ -51,18 +51,7 @@ def stepper(case: Case, contender: str, rank: int, bucket_view: bool) -> tuple[n
     torch.manual_seed(0)
     model = wrap(contender, case.build(), bucket_view)
     optimizer = case.optimizer(list(model.parameters()))
-    generator = torch.Generator().manual_seed(100 + rank)
-    batches = [case.batch(generator) for _ in range(4)]
-    count = 0
-
-    def step() -> None:
-        nonlocal count
-        optimizer.zero_grad(set_to_none=True)
-        case.loss(model, batches[count % len(batches)]).backward()
-        optimizer.step()
-        count += 1
-
-    return model, step
+    return model, case.training(model, optimizer, rank)
 
 
 def time_case(worker: Worker, case: str, num_rounds: int, shared_memory: bool, bucket_view: bool) -> Any:
@@ -71,7 +60,7 @@ def time_case(worker: Worker, case: str, num_rounds: int, shared_memory: bool, b
     names = [ALONE, TORCH, OURS_GLOO, *([OURS_SHM] if shared_memory else [])]
     built = {name: stepper(_case(case), name, worker.rank, bucket_view) for name in names}
     steps = {name: step for name, (_, step) in built.items()}
-    num_steps = _steps_in_a_block(steps[TORCH])
+    num_steps = _warmed_up(steps[TORCH])
     for name in names:
         if name != TORCH:
             for _ in range(num_steps + 3):
@@ -81,14 +70,12 @@ def time_case(worker: Worker, case: str, num_rounds: int, shared_memory: bool, b
     return {"ms": {name: found.ms for name, found in samples.items()}, "agree": agree}
 
 
-def _steps_in_a_block(step: Callable[[], None]) -> int:
+def _warmed_up(step: Callable[[], None]) -> int:
     for _ in range(2):
         step()
     started = time.perf_counter()
     step()
-    guess = torch.tensor([time.perf_counter() - started])
-    dist.all_reduce(guess, dist.ReduceOp.MAX)  # every rank must take the same number of steps
-    num_steps = max(1, round(BLOCK_S / guess.item()))
+    num_steps = steps_in_a_block(time.perf_counter() - started, BLOCK_S)
     for _ in range(num_steps):
         step()
     return num_steps

@@ -10,7 +10,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+import torch.distributed as dist
+
 LOOK_S = 0.004
+
+
+def steps_in_a_block(step_s: float, block_s: float) -> int:
+    """How many steps of `step_s` fill a block: the same number on every rank, which must step together."""
+    slowest = torch.tensor([step_s])
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return max(1, round(block_s / slowest.item()))
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -29,6 +30,18 @@ class Case:
     def optimizer(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         """A cheap one, so that the step is not hidden behind the update."""
         return torch.optim.SGD(parameters, lr=0.01)
+
+    def training(self, model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> Callable[[], None]:
+        """A function that trains `model` for one step, on data of the rank that every contender sees alike."""
+        generator = torch.Generator().manual_seed(100 + rank)
+        batches = itertools.cycle([self.batch(generator) for _ in range(4)])
+
+        def step() -> None:
+            optimizer.zero_grad(set_to_none=True)
+            self.loss(model, next(batches)).backward()
+            optimizer.step()
+
+        return step
 
 
 def _gpt_case(name: str, stresses: str, shape: GPTShape, batch_size: int) -> Case:

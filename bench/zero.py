@@ -23,7 +23,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
 
 import phalanx
 from bench import ranks
-from bench.measure import Samples, Weighing, interleave, ratio
+from bench.measure import Samples, Weighing, interleave, ratio, steps_in_a_block
 from bench.models import CASES, Batch, Case
 from bench.table import Result, Row, options, present
 from phalanx.launch.worker import Worker
@@ -92,18 +92,7 @@ def contender(name: str, case: Case, rank: int, groups: dict[str, Any]) -> tuple
             shared_parameters=kind == "one copy",
             lr=1e-4,
         )
-    generator = torch.Generator().manual_seed(100 + rank)
-    batches = [case.batch(generator) for _ in range(4)]
-    count = 0
-
-    def step() -> None:
-        nonlocal count
-        optimizer.zero_grad(set_to_none=True)
-        case.loss(wrapped, batches[count % len(batches)]).backward()
-        optimizer.step()
-        count += 1
-
-    return optimizer, step, optimizer.step
+    return optimizer, case.training(wrapped, optimizer, rank), optimizer.step
 
 
 def _groups(backends: list[str]) -> dict[str, Any]:
@@ -120,19 +109,17 @@ def time_case(worker: Worker, case: str, names: list[str], num_rounds: int, only
         for _ in range(3):
             step()
         steps[name] = update if only_update else step
-    samples = interleave(steps, num_rounds, _steps_in_a_block(steps[TORCH]), dist.barrier)
+    samples = interleave(steps, num_rounds, _num_steps(steps[TORCH]), dist.barrier)
     state = {name: _state_bytes(optimizer) for name, (optimizer, _, _) in built.items()}
     return {"ms": {name: found.ms for name, found in samples.items()}, "state": state}
 
 
-def _steps_in_a_block(step: Step) -> int:
+def _num_steps(step: Step) -> int:
     dist.barrier()
     started = time.perf_counter()
     for _ in range(2):
         step()
-    guess = torch.tensor([(time.perf_counter() - started) / 2])
-    dist.all_reduce(guess, dist.ReduceOp.MAX)  # every rank must take the same number of steps
-    return max(1, round(BLOCK_S / guess.item()))
+    return steps_in_a_block((time.perf_counter() - started) / 2, BLOCK_S)
 
 
 def _state_bytes(optimizer: Any) -> int:
