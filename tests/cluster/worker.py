@@ -107,13 +107,15 @@ def _run(connection: Connection, call: Call) -> bytes:
         raise ImportError(f"phalanx does not import:\n{preload.PHALANX_IMPORT_ERROR}")
     fn, args, kwargs = pickle.loads(call.payload)
     if call.backend is not None:
+        store = _join_store(connection, call)
         dist.init_process_group(
             call.backend,
-            store=_join_store(connection, call),
+            store=store,
             rank=call.rank,
             world_size=call.world,
             timeout=datetime.timedelta(seconds=call.pg_timeout_s),
         )
+        _await_all_in_group(store, call)
     random.seed(call.seed)
     numpy.random.seed(call.seed)
     torch.manual_seed(call.seed)
@@ -133,6 +135,12 @@ def _join_store(connection: Connection, call: Call) -> dist.Store:
         return store
     port = _receive(connection, StoreAt).port
     return dist.TCPStore("127.0.0.1", port, call.world, False, timeout)
+
+
+def _await_all_in_group(store: dist.Store, call: Call) -> None:
+    """A test may kill its rank at once; the others must have made their connections by then."""
+    store.set(f"in group/{call.rank}", "")
+    store.wait([f"in group/{rank}" for rank in range(call.world)])
 
 
 @contextlib.contextmanager
