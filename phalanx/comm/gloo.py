@@ -25,7 +25,7 @@ _LARGE_BYTES = 64 * 1024
 _MOST_BROADCASTS = 8
 _MOST_SPARE = 3
 
-_NO_LIMIT = timedelta(milliseconds=-1)
+_NO_LIMIT = timedelta(0)  # as c10d says it
 
 
 class Spares:

@@ -19,6 +19,7 @@ import torch
 
 from ..comm.bucket import GradBucket
 from ..comm.collectives import Work
+from ..comm.sparse import SparseSum
 from ..plan import Bucket, ParamSpec, Slot
 from .lending import is_private, references
 from .tail import Tail
@@ -54,7 +55,7 @@ class LiveBucket:
         self.params = [params[slot.param] for slot in bucket.slots]
         self.names = [specs[slot.param].name for slot in bucket.slots]
         self.tail = tail
-        self.tail_rides = tail_rides and not bucket.sparse
+        self.tail_rides = tail_rides
         self._numel = 0 if bucket.sparse else bucket.numel
         self._dtype = bucket.dtype
         self._specs = [specs[slot.param] for slot in bucket.slots]
@@ -76,16 +77,18 @@ class LiveBucket:
         self.tail_work: Work | None = None
         self.future: torch.futures.Future[Any] | None = None
         self.sparse_grad: torch.Tensor | None = None
+        self.rows: SparseSum | None = None  # of a sparse bucket
         self.kept: dict[int, torch.Tensor] = {}
 
     def _take_memory(self) -> None:
         device = self.params[0].device
-        riding = self.tail.numel if self.tail_rides else 0
+        in_flat = self.tail_rides and not self.sparse
+        riding = self.tail.numel if in_flat else 0
         self.flat = self._allocate(self.index, self._numel + riding, self._dtype, device)
         self.body = self.flat.narrow(0, 0, self._numel)
         self.tail_data = (
             self.flat.narrow(0, self._numel, riding)
-            if self.tail_rides
+            if in_flat
             else torch.zeros(self.tail.numel, dtype=torch.float32, device=device)
         )
         dense = () if self.sparse else zip(self.slots, self._specs, strict=True)

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from .frames import untraced
 from .verdicts import changed_graph
@@ -36,6 +37,43 @@ def is_final(param: torch.Tensor) -> bool:
     """Whether the gradient stays as it is: a user's hook that runs after ours may still change it."""
     hooks = param._post_accumulate_grad_hooks
     return hooks is None or len(hooks) == 1
+
+
+class GradientHooks:
+    """The hooks that a reducer has on its parameters."""
+
+    def __init__(self, owner: Reducer) -> None:
+        self._owner = weakref.ref(owner)
+        self._handles: list[RemovableHandle] = []
+
+    def watch_all(self, params: Iterable[torch.Tensor]) -> None:
+        """One hook on every parameter, in place of whatever there was."""
+        self.detach()
+        for index, param in enumerate(params):
+            self._add(param, gradient_hook(self._reducer(), index))
+
+    def watch_last(self, param: torch.Tensor, bucket_index: int) -> None:
+        """A hook on the parameter whose gradient completes the bucket."""
+        self._add(param, last_gradient_hook(self._reducer(), bucket_index))
+
+    def refuse(self, named: Iterable[tuple[str, torch.Tensor]], promise: str) -> None:
+        """From now on, a gradient for one of these parameters is an error: nobody would reduce it."""
+        for name, param in named:
+            self._add(param, refusing_hook(self._reducer(), name, promise))
+
+    def detach(self) -> None:
+        """Take all of them off."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _add(self, param: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
+        self._handles.append(param.register_post_accumulate_grad_hook(hook))
+
+    def _reducer(self) -> Reducer:
+        reducer = self._owner()
+        assert reducer is not None, "only the reducer itself changes its hooks"
+        return reducer
 
 
 def gradient_hook(owner: Reducer, index: int) -> Callable[[torch.Tensor], None]:

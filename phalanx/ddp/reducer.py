@@ -16,7 +16,6 @@ from dataclasses import dataclass
 
 import torch
 from torch.autograd import Variable
-from torch.utils.hooks import RemovableHandle
 
 from ..comm.collectives import Collectives
 from ..comm.patience import Patience
@@ -26,10 +25,10 @@ from .arrivals import Arrivals
 from .bucket import LiveBucket, Stage
 from .distributed_autograd import gradients_in_place
 from .frames import untraced
-from .gradient_hooks import Phase, current_backward, gradient_hook, is_final, last_gradient_hook, refusing_hook
+from .gradient_hooks import GradientHooks, Phase, current_backward, is_final
 from .observation import Arrange, agree_on_plan, check_static, trigger_of
 from .reduction import AllReduce, Reduction
-from .sparse import pack_sparse, unpack_sparse
+from .sparse import pack_nothing, pack_sparse, unpack_sparse
 from .tail import Reading, Tail, exact_ranks
 from .timeline import Timeline
 from .verdicts import nothing_left, out_of_step, too_late, unused_everywhere
@@ -73,7 +72,7 @@ class Reducer:
         self.on_adopted: list[Callable[[], None]] = []
         self.shadow_takes = False  # whether a rank without inputs is given the others' means
         self.on_reduced: list[Callable[[], None]] = []
-        self._handles: list[RemovableHandle] = []
+        self._hooks = GradientHooks(self)
         self._warned = False
         self.collectives = collectives
         self.patience = patience
@@ -104,9 +103,7 @@ class Reducer:
         self.phase = Phase.IDLE
         self.armed = False
         self.task = -1
-        self.detach()
-        for index, param in enumerate(self.params):
-            self._handles.append(param.register_post_accumulate_grad_hook(gradient_hook(self, index)))
+        self._hooks.watch_all(self.params)
         for callback in self.on_adopted:
             callback()
 
@@ -115,9 +112,9 @@ class Reducer:
         num_buckets = len(plan.buckets)
         live = []
         for bucket in plan.buckets:
-            rides = self.reduction.tail_rides and world <= exact_ranks(bucket.dtype) and not bucket.sparse
+            rides = self.reduction.tail_rides and (bucket.sparse or world <= exact_ranks(bucket.dtype))
             num_late = num_buckets + 1 if bucket.index == num_buckets - 1 else 0
-            scale = self.reduction.transport_scale if rides else 1.0
+            scale = self.reduction.transport_scale if rides and not bucket.sparse else 1.0
             tail = Tail(f"{plan.hash}/{bucket.index}", len(bucket.slots), num_late, world, scale)
             live.append(LiveBucket(bucket, plan.specs, self.params, self.reduction.allocate, tail, rides))
         live[-1].is_last = True
@@ -127,9 +124,7 @@ class Reducer:
 
     def detach(self) -> None:
         """Take every hook off the parameters; gradients are then no longer reduced."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        self._hooks.detach()
 
     @property
     def settled(self) -> bool:
@@ -177,7 +172,7 @@ class Reducer:
         if self.phase is Phase.REDUCING and current_backward() == -1:
             for bucket in self.buckets:
                 if bucket.stage is Stage.LAUNCHED:
-                    self._finish(bucket)
+                    self.reduction.abandon(bucket, self._where(bucket))
             self._close_pass()
 
     def begin(self) -> None:
@@ -298,8 +293,14 @@ class Reducer:
         """Launch what is left. By itself, because `_end` must not hold a bucket when it settles on another plan."""
         for bucket in self.buckets[self._next :]:
             self._launch(bucket)
+        self._settle_sparse()
         for callback in self.on_flushed:
             callback()
+
+    def _settle_sparse(self) -> None:
+        for bucket in self.buckets:
+            if bucket.sparse and bucket.stage is Stage.LAUNCHED:
+                self.reduction.settle_sparse(bucket, self._where(bucket))
 
     def _finish_all(self) -> tuple[int, ...]:
         """Wait for the buckets and give out their means; returns those that must go again.
@@ -338,7 +339,7 @@ class Reducer:
     def _finish(self, bucket: LiveBucket) -> Reading | None:
         """Afterwards the body holds the mean; returns a reading unless every rank was healthy."""
         if bucket.stage is Stage.LAUNCHED:
-            where = f"step {self.step}, bucket {bucket.index} (first parameter '{bucket.names[0]}')"
+            where = self._where(bucket)
             if bucket.sparse:
                 self.reduction.finish_sparse(bucket, where)
             else:
@@ -348,6 +349,9 @@ class Reducer:
         if bucket.tail.is_healthy(bucket.tail_data, self.step):
             return None
         return bucket.tail.read(bucket.tail_data, self.step)
+
+    def _where(self, bucket: LiveBucket) -> str:
+        return f"step {self.step}, bucket {bucket.index} (first parameter '{bucket.names[0]}')"
 
     def _check_reading(self, bucket: LiveBucket, reading: Reading) -> None:
         where = f"rank {self.collectives.rank}: step {self.step}, bucket {bucket.index}"
@@ -412,7 +416,7 @@ class Reducer:
             self.cut_mark = self.plan.hash
         if self.options.static_graph:
             self._fix(self.arrivals.sequence, self.arrivals.first_used)
-        self._refuse(dropped, "skip_all_reduce_unused_params=True")
+        self._hooks.refuse(dropped, "skip_all_reduce_unused_params=True")
 
     def _drop(self, dropped: set[int], plan: BucketPlan) -> BucketPlan:
         """Leave parameters that no rank uses out of the plan; one that is used after all is an error."""
@@ -430,29 +434,22 @@ class Reducer:
         self.arrivals.static_used = used
         self.detach()
         if any(used):  # else this rank had no input in the first step, and promised nothing by it
-            self._refuse(self._named(index for index, flag in enumerate(used) if not flag), "static_graph=True")
+            unused = self._named(index for index, flag in enumerate(used) if not flag)
+            self._hooks.refuse(unused, "static_graph=True")
         for planned, bucket in zip(self.plan.buckets, self.buckets, strict=True):
             trigger = trigger_of(planned, fires)
             bucket.expected = bucket.pending = 0 if trigger is None else trigger.num_fires
             if trigger is not None:
-                hook = last_gradient_hook(self, bucket.index)
-                self._handles.append(self.params[trigger.param].register_post_accumulate_grad_hook(hook))
+                self._hooks.watch_last(self.params[trigger.param], bucket.index)
 
     def _named(self, indices: Iterable[int]) -> list[tuple[str, torch.nn.Parameter]]:
         return [(self.plan.specs[index].name, self.params[index]) for index in indices]
-
-    def _refuse(self, named: Iterable[tuple[str, torch.nn.Parameter]], promise: str) -> None:
-        """From now on, a gradient for one of these parameters is an error: nobody would reduce it."""
-        for name, param in named:
-            self._handles.append(param.register_post_accumulate_grad_hook(refusing_hook(self, name, promise)))
 
     # -- for a rank that has run out of inputs -------------------------------------------------
 
     def _send_nothing(self, bucket: LiveBucket, weight: float | None) -> None:
         if bucket.sparse:
-            held, bucket.params[0].grad = bucket.params[0].grad, None
-            pack_sparse(bucket, 1.0)
-            bucket.params[0].grad = held
+            pack_nothing(bucket)
         else:
             bucket.body.zero_()
         bucket.tail.write(bucket.tail_data, self.step)
@@ -468,6 +465,7 @@ class Reducer:
         for bucket in self.buckets:
             self._make_way(bucket)
             self._send_nothing(bucket, weight)
+        self._settle_sparse()
         late = () if (last := self._finish(self.buckets[-1])) is None else last.late_buckets
         self._check_late(late)
         for bucket in self.buckets:

@@ -12,12 +12,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ..comm.bucket import GradBucket
 from ..comm.collectives import Collectives
 from ..comm.hooks import hook_future, hook_result, launch_pending
 from ..comm.patience import Patience
+from ..comm.sparse import SparseSum
 from .bucket import LiveBucket
 
 _ALIGNED_ELEMENTS = 64
@@ -95,15 +95,32 @@ class Reduction(abc.ABC):
         return 1.0 / self.collectives.world
 
     def launch_sparse(self, bucket: LiveBucket) -> None:
-        """Start the sum of a sparse gradient, which travels by itself."""
+        """Start the sum of a sparse gradient; a tail that rides goes with it."""
         grad = bucket.sparse_grad
         assert grad is not None, "a sparse bucket is packed before it is launched"
-        bucket.work = dist.all_reduce(grad, group=self.collectives.group, async_op=True)
+        facts = _riding_tail(bucket)
+        if bucket.rows is None:
+            bucket.rows = SparseSum(self.collectives, grad.shape, grad.dtype, grad.device, facts.numel())
+        bucket.work = bucket.rows.start(grad, facts)
+
+    def settle_sparse(self, bucket: LiveBucket, where: str) -> None:
+        """Once everything is launched: what a sparse sum could not say in one collective goes in a second."""
+        if bucket.rows is not None and bucket.work is not None:
+            bucket.work = bucket.rows.settle(bucket.work, lambda work: self.patience.wait(work, where))
 
     def finish_sparse(self, bucket: LiveBucket, where: str) -> None:
         """Return when `sparse_grad` holds the mean."""
-        assert bucket.work is not None, "a bucket is launched before it is waited for"
-        self.patience.wait(bucket.work, where)
+        assert bucket.work is not None and bucket.rows is not None, "a bucket is launched before it is waited for"
+        facts = _riding_tail(bucket)
+        bucket.sparse_grad = bucket.rows.finish(bucket.work, lambda work: self.patience.wait(work, where), facts)
+
+    def abandon(self, bucket: LiveBucket, where: str) -> None:
+        """Return when the transport has let go of a bucket that nobody wants any more."""
+        if bucket.sparse and bucket.work is not None:
+            self.patience.wait(bucket.work, where)
+        elif not bucket.sparse:
+            self.finish(bucket, where)
+        self.finish_tail(bucket, where)
 
 
 class Mean(Reduction):
@@ -181,6 +198,10 @@ class HookReduction(Reduction):
         launch_pending(bucket.future)
         value = self.patience.wait_future(bucket.future, f"{where}, hook {self.name}")
         return hook_result(value, bucket.grad_bucket)
+
+
+def _riding_tail(bucket: LiveBucket) -> torch.Tensor:
+    return bucket.tail_data if bucket.tail_rides else bucket.tail_data[:0]
 
 
 def _shown(bucket: LiveBucket, buffer: torch.Tensor, gradients: Sequence[torch.Tensor]) -> GradBucket:
