@@ -19,7 +19,7 @@ from torch import nn
 
 import phalanx
 from bench import ranks
-from bench.measure import Samples, Weighing, interleave, ratio, steps_in_a_block
+from bench.measure import Samples, Weighing, interleave, ratio, steps_in_a_block, warm_up
 from bench.models import CASES, SIZES, Case
 from bench.table import Result, Row, options, present
 from phalanx.launch.worker import Worker
@@ -89,8 +89,7 @@ def _close(first: nn.Module, second: nn.Module) -> bool:
 def weigh_case(worker: Worker, case: str, contender: str, bucket_view: bool) -> int:
     """On each rank: the peak of bytes while training, above what the process held before."""
     torch.set_num_threads(1)
-    warm = nn.Linear(8, 8)
-    warm(torch.ones(1, 8)).sum().backward()
+    warm_up()
     with Weighing() as weighing:
         _, step = stepper(_case(case), contender, worker.rank, bucket_view)
         for _ in range(8):

@@ -83,6 +83,14 @@ def interleave(
     return {name: Samples(tuple(values)) for name, values in found.items()}
 
 
+def warm_up() -> None:
+    """Make torch load what the first training step of any process loads (half of it is dynamo), before memory is weighed."""
+    layer = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    layer(torch.ones(1, 8)).sum().backward()
+    optimizer.step()
+
+
 class Weighing:
     """The most memory that this process holds meanwhile, a page that several share counted in parts."""
 

@@ -23,7 +23,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
 
 import phalanx
 from bench import ranks
-from bench.measure import Samples, Weighing, interleave, ratio, steps_in_a_block
+from bench.measure import Samples, Weighing, interleave, ratio, steps_in_a_block, warm_up
 from bench.models import CASES, Batch, Case
 from bench.table import Result, Row, options, present
 from phalanx.launch.worker import Worker
@@ -131,8 +131,7 @@ def weigh_case(worker: Worker, case: str, name: str) -> int:
     """On each rank: the peak of bytes while training, above what the process held before."""
     torch.set_num_threads(1)
     groups = _groups([name.split("/")[0] if name != TORCH else "gloo"])
-    warm = nn.Linear(8, 8)
-    warm(torch.ones(1, 8)).sum().backward()
+    warm_up()
     with Weighing() as weighing:
         _, step, _ = contender(name, _case(case), worker.rank, groups)
         for _ in range(6):

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from .collectives import Collectives
+from .pages import zeros_in_pages
 from .patience import Patience
 
 CHUNK_BYTES = 25 * 1024 * 1024
@@ -38,7 +39,11 @@ def _windows(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[torch.
         ends[tensor.dtype] = ends.get(tensor.dtype, 0) + tensor.numel()
     # A section a dtype, so that each begins where its elements may.
     sizes = [-(-numel * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT for dtype, numel in ends.items()]
-    buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=tensors[0].device)
+    device = tensors[0].device
+    if device.type == "cpu":
+        buffer = zeros_in_pages(sum(sizes), torch.uint8)
+    else:
+        buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
     sections = {dtype: part.view(dtype) for dtype, part in zip(ends, buffer.split(sizes), strict=True)}
     windows = []
     for tensor in tensors:

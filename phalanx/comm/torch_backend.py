@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from .collectives import Collectives, Work
+from .pages import zeros_in_pages
 from .shm.backend import collectives_of
 
 
@@ -34,6 +35,8 @@ class TorchCollectives(Collectives):
         self.world = dist.get_world_size(group)
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        if device.type == "cpu":
+            return zeros_in_pages(numel, dtype)
         return torch.zeros(numel, dtype=dtype, device=device)
 
     def all_reduce(self, tensor: torch.Tensor, scale: float = 1.0) -> Work:

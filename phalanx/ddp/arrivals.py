@@ -30,8 +30,8 @@ class Arrivals:
         """More gradient for the same parameter in one pass: only nested backwards do this."""
         self.often[index] = 1
         self.nested = True
-        place = next(i for i, slot in enumerate(bucket.slots) if slot.param == index)
-        if bucket.stage is not Stage.FILLING or (as_views and bucket.packed[place]):
+        place = bucket.place_of(index)
+        if bucket.stage is not Stage.FILLING or ((as_views or bucket.lent[place]) and bucket.packed[place]):
             self.late.add(bucket.index)
         bucket.packed[place] = 0
 

@@ -6,13 +6,16 @@
     REDUCED    local gradients (views: the mean)             the mean
     GIVEN      the mean, after `unpack`                      free, or lent out as `.grad`
 
-Owns the flat buffer and the views into it. Must not know when to launch, nor of other buckets.
+A large gradient that was packed on arrival and then lent is a view from that moment on, as in view mode.
+
+Owns its memory. Must not know when to launch, nor of other buckets.
 """
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -20,8 +23,9 @@ import torch
 from ..comm.bucket import GradBucket
 from ..comm.collectives import Work
 from ..comm.sparse import SparseSum
-from ..plan import Bucket, ParamSpec, Slot
-from .lending import is_private, references
+from ..plan import Bucket, ParamSpec
+from .bucket_memory import BucketMemory
+from .lending import is_just_made, is_private
 from .tail import Tail
 
 # From this size on, a fused copy-and-scale of its own beats an extra pass over memory.
@@ -56,23 +60,23 @@ class LiveBucket:
         self.names = [specs[slot.param].name for slot in bucket.slots]
         self.tail = tail
         self.tail_rides = tail_rides
-        self._numel = 0 if bucket.sparse else bucket.numel
         self._dtype = bucket.dtype
         self._specs = [specs[slot.param] for slot in bucket.slots]
         self._allocate = allocate
-        self._take_memory()
+        self._memory: BucketMemory | None = None
+        self.grad_bucket: GradBucket | None = None
         item = bucket.dtype.itemsize
         # A large gradient goes into the body as soon as it arrives, while it is still in the cache; small
         # ones together when the bucket is full, because each operation costs more than moving them does.
         self.large = bytearray(slot.numel * item >= _LARGE_BYTES and not bucket.sparse for slot in self.slots)
         self.packed = bytearray(len(self.slots))
+        self.lent = bytearray(len(self.slots))  # whose gradient is a view of the body, in this pass
         self.num_bytes = bucket.num_bytes
         self.stage = Stage.FILLING
         # How many gradients have to arrive before the bucket is full, and how many still do.
         self.expected = len(self.slots)
         self.pending = self.expected
         self.held = False
-        self.lends = False  # whether memory may be given out in place of a copy
         self.work: Work | None = None
         self.tail_work: Work | None = None
         self.future: torch.futures.Future[Any] | None = None
@@ -80,28 +84,59 @@ class LiveBucket:
         self.rows: SparseSum | None = None  # of a sparse bucket
         self.kept: dict[int, torch.Tensor] = {}
 
-    def _take_memory(self) -> None:
-        device = self.params[0].device
-        in_flat = self.tail_rides and not self.sparse
-        riding = self.tail.numel if in_flat else 0
-        self.flat = self._allocate(self.index, self._numel + riding, self._dtype, device)
-        self.body = self.flat.narrow(0, 0, self._numel)
-        self.tail_data = (
-            self.flat.narrow(0, self._numel, riding)
-            if in_flat
-            else torch.zeros(self.tail.numel, dtype=torch.float32, device=device)
-        )
-        dense = () if self.sparse else zip(self.slots, self._specs, strict=True)
-        self.views = [_view(self.body, slot, spec) for slot, spec in dense]
-        self._lent = False
-        self._own_references = references(self.flat)
-        self.grad_bucket: GradBucket | None = None
+    # -- memory --------------------------------------------------------------------------------
+
+    @property
+    def memory(self) -> BucketMemory:
+        """Taken when it is first needed: gradients of an earlier plan may hold theirs until then."""
+        return self.take_memory() if self._memory is None else self._memory
+
+    def take_memory(self) -> BucketMemory:
+        """Take new memory; what there was stays with those who hold it."""
+        tail_numel = self.tail.numel if self.tail_rides and not self.sparse else 0
+        slots = () if self.sparse else self.slots
+        numel = sum(slot.numel for slot in slots)
+        flat = self._allocate(self.index, numel + tail_numel, self._dtype, self.params[0].device)
+        taken = self._memory = BucketMemory(flat, slots, self._specs, tail_numel)
+        if not tail_numel:
+            taken.tail = torch.zeros(self.tail.numel, dtype=torch.float32, device=flat.device)
+        self.grad_bucket = None
+        return taken
+
+    @property
+    def flat(self) -> torch.Tensor:
+        """Everything that travels: the body, and a tail that rides."""
+        return self.memory.flat
+
+    @property
+    def body(self) -> torch.Tensor:
+        """The gradients, one after the other."""
+        return self.memory.body
+
+    @property
+    def views(self) -> list[torch.Tensor]:
+        """The gradients in the body, each in its parameter's shape and strides."""
+        return self.memory.views
+
+    @property
+    def tail_data(self) -> torch.Tensor:
+        return self.memory.tail
+
+    def place_of(self, param: int) -> int:
+        """Where among the slots the parameter is."""
+        return self._places[param]
+
+    @cached_property
+    def _places(self) -> dict[int, int]:
+        return {slot.param: i for i, slot in enumerate(self.slots)}
 
     def reclaim(self) -> None:
-        """Before a backward: memory to pack into. What is still out as someone's gradient stays theirs."""
-        if self._lent and references(self.flat) > self._own_references:
-            self._take_memory()
-        self._lent = False
+        """Before a backward: what is still out as someone's gradient stays theirs, and other memory is taken."""
+        if self._memory is not None and self._memory.is_out:
+            if self._memory.is_held:
+                self._memory = None
+            else:
+                self._memory.is_out = False
 
     def rearm(self) -> None:
         """Ready for the next backward pass; frees what the last one held."""
@@ -109,6 +144,7 @@ class LiveBucket:
         self.pending = self.expected
         self.held = False
         self.packed[:] = bytes(len(self.packed))
+        self.lent[:] = bytes(len(self.lent))
         self.work = self.tail_work = self.future = self.sparse_grad = None
         self.kept.clear()
 
@@ -144,6 +180,27 @@ class LiveBucket:
             param.grad = view
         self.packed[i] = 1
 
+    def lend_arrived(self, i: int) -> None:
+        """In the hook of the i-th gradient, which is packed: free what autograd made, if nobody sees that."""
+        param = self.params[i]
+        if self.packed[i] and param.dtype == self._dtype and (is_just_made(param) or is_private(param)):
+            self._lend(i)
+
+    def lend_packed(self) -> None:
+        """As `lend_arrived`, for every large gradient of a bucket that is packed whole."""
+        for i, large in enumerate(self.large):
+            param = self.params[i]
+            if large and not self.lent[i] and param.dtype == self._dtype and is_private(param):
+                self._lend(i)
+
+    def write_tail(self, step: int, used: bytearray | list[int] | None, weight: float | None) -> None:
+        """What this rank has to say beside its gradients; None for what is as usual."""
+        self.tail.write(self.tail_data, step)
+        if used is not None:
+            self.tail.write_usage(self.tail_data, used)
+        if weight is not None:
+            self.tail.write_weight(self.tail_data, weight)
+
     def with_gradient(self, used: Sequence[int] | None) -> list[int]:
         """`used` (None for all) without the parameters that have no gradient."""
         return [int(param.grad is not None and (used is None or used[i])) for i, param in enumerate(self.params)]
@@ -177,17 +234,18 @@ class LiveBucket:
     def _move_in(self, grads: list[torch.Tensor], scale: float, as_views: bool) -> None:
         """Everything that is not packed yet, by one operation over all views and one to scale them."""
         rest = [i for i, done in enumerate(self.packed) if not done]
-        moved = [i for i in rest if not (as_views and _same(grads[i], self.views[i]))]
+        views = self.views
+        moved = [i for i in rest if not (as_views and _same(grads[i], views[i]))]
         if moved:
-            torch._foreach_copy_([self.views[i] for i in moved], [grads[i] for i in moved])
+            torch._foreach_copy_([views[i] for i in moved], [grads[i] for i in moved])
         if scale != 1.0 and len(rest) == len(grads):
             self.body.mul_(scale)
         elif scale != 1.0 and rest:
-            torch._foreach_mul_([self.views[i] for i in rest], scale)
+            torch._foreach_mul_([views[i] for i in rest], scale)
         if as_views:
             for i in rest:
-                if grads[i] is not self.views[i]:
-                    self.params[i].grad = self.views[i]
+                if grads[i] is not views[i]:
+                    self.params[i].grad = views[i]
 
     # -- out -----------------------------------------------------------------------------------
 
@@ -198,20 +256,24 @@ class LiveBucket:
                 if param.grad is not view:
                     param.grad = view
             return
-        copied = [i for i in range(len(self.params)) if not (self.lends and self.large[i] and self._lend(i))]
+        copied = [i for i, large in enumerate(self.large) if not (large and (self.lent[i] or self._lend_mean(i)))]
         if copied:
             grads = cast("list[torch.Tensor]", [self.params[i].grad for i in copied])
-            torch._foreach_copy_(grads, [self.views[i] for i in copied])
+            views = self.views
+            torch._foreach_copy_(grads, [views[i] for i in copied])
 
-    def _lend(self, i: int) -> bool:
-        """Make the i-th view the gradient, if nobody can tell that it is not the gradient autograd made."""
-        param, view = self.params[i], self.views[i]
-        if not is_private(param):
+    def _lend_mean(self, i: int) -> bool:
+        """Lend the i-th mean, if nobody can tell it from the gradient that autograd made."""
+        if not is_private(self.params[i]):
             return False
-        # A tensor of its own, so that references to it count.
-        param.grad = view.detach()
-        self._lent = True
+        self._lend(i)
         return True
+
+    def _lend(self, i: int) -> None:
+        # A tensor of its own, so that references to it count.
+        self.params[i].grad = self.views[i].detach()
+        self.lent[i] = 1
+        self.memory.is_out = True
 
     def unpack_some(self, as_views: bool, wanted: Sequence[int]) -> None:
         """As `unpack`, leaving alone the parameters that no rank used and making gradients where missing."""
@@ -221,14 +283,12 @@ class LiveBucket:
                     view.copy_(self.kept[i])
             elif as_views:
                 param.grad = view
+            elif self.lent[i]:
+                continue
             elif param.grad is None:
                 param.grad = torch.empty_like(param, requires_grad=False).copy_(view)
             else:
                 param.grad.detach().copy_(view)
-
-
-def _view(body: torch.Tensor, slot: Slot, spec: ParamSpec) -> torch.Tensor:
-    return body.as_strided(spec.shape, spec.stride, body.storage_offset() + slot.offset)
 
 
 def _same(grad: torch.Tensor, view: torch.Tensor) -> bool:

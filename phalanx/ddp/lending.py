@@ -8,6 +8,7 @@ this memory still out?", are answered by reference counts, exactly and without a
 
 from __future__ import annotations
 
+import ctypes
 import sys
 
 import torch
@@ -18,25 +19,42 @@ def references(memory: torch.Tensor) -> int:
     return int(torch._C._storage_Use_Count(memory.untyped_storage()._cdata))
 
 
-def is_private(param: torch.nn.Parameter) -> bool:
+def is_private(param: torch.Tensor) -> bool:
     """Whether `param.grad` is seen by nobody: another tensor may stand in its place unnoticed."""
-    grad = param.grad
-    return (
-        type(grad) is torch.Tensor
-        and sys.getrefcount(grad) == _PRIVATE_OBJECTS
-        and references(grad) == _PRIVATE_STORAGES
-        and not grad.requires_grad
-    )
+    return _counts(param) == _PRIVATE
 
 
-def _counts_of_a_fresh_gradient() -> tuple[int, int]:
-    """What the two counts are where `is_private` is true: a matter of the interpreter and of torch's version."""
-    param = torch.nn.Parameter(torch.zeros(2))
-    with torch.enable_grad():
-        param.mul(2).sum().backward()
+def is_just_made(param: torch.Tensor) -> bool:
+    """As `is_private`, for a hook on `param`: autograd made the gradient for it and is about to let go of it.
+
+    Without the version, a gradient that was added to in place and is held by one other would look the same.
+    """
+    return _counts(param) == _JUST_MADE and param.grad is not None and param.grad._version == 0
+
+
+def _counts(param: torch.Tensor) -> tuple[int, int] | None:
+    """References to the gradient's object and to its memory; None for a gradient that is no plain tensor."""
     grad = param.grad
-    assert grad is not None, "backward has just made it"
+    if type(grad) is not torch.Tensor or grad.requires_grad:
+        return None
     return sys.getrefcount(grad), references(grad)
 
 
-_PRIVATE_OBJECTS, _PRIVATE_STORAGES = _counts_of_a_fresh_gradient()
+def trim_heap() -> None:
+    """Give freed memory back to the system, where the C library keeps it and can be asked to (glibc)."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:
+        trim(0)
+
+
+def _counts_of_a_fresh_gradient() -> tuple[tuple[int, int] | None, tuple[int, int] | None]:
+    """After its backward, and in a hook: both are a matter of the interpreter and of torch's version."""
+    param = torch.nn.Parameter(torch.zeros(2))
+    in_hook: list[tuple[int, int] | None] = []
+    param.register_post_accumulate_grad_hook(lambda made: in_hook.append(_counts(made)))
+    with torch.enable_grad():
+        param.mul(2).sum().backward()
+    return _counts(param), in_hook[0]
+
+
+_PRIVATE, _JUST_MADE = _counts_of_a_fresh_gradient()

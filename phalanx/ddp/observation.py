@@ -63,6 +63,13 @@ def agree_on_plan(
     return Agreement(agreed, mine == [[slot.param for slot in bucket.slots] for bucket in agreed.buckets])
 
 
+def restricted(plan: BucketPlan, kept: Sequence[int]) -> BucketPlan:
+    """The plan of the parameters `kept`, renumbered."""
+    renumber = {old: new for new, old in enumerate(kept)}
+    groups = [[renumber[slot.param] for slot in b.slots if slot.param in renumber] for b in plan.buckets]
+    return plan_of([plan.specs[index] for index in kept], [group for group in groups if group], plan.caps)
+
+
 @dataclass(frozen=True, slots=True)
 class Trigger:
     """The parameter whose n-th gradient is the last that its bucket gets in a backward."""

@@ -20,13 +20,14 @@ from torch.autograd import Variable
 from ..comm.collectives import Collectives
 from ..comm.patience import Patience
 from ..errors import PhalanxError, ReductionError
-from ..plan import BucketPlan, plan_of
+from ..plan import BucketPlan
 from .arrivals import Arrivals
 from .bucket import LiveBucket, Stage
 from .distributed_autograd import gradients_in_place
 from .frames import untraced
 from .gradient_hooks import GradientHooks, Phase, current_backward, is_final
-from .observation import Arrange, agree_on_plan, check_static, trigger_of
+from .lending import trim_heap
+from .observation import Arrange, agree_on_plan, check_static, restricted, trigger_of
 from .reduction import AllReduce, Reduction
 from .sparse import pack_nothing, pack_sparse, unpack_sparse
 from .tail import Reading, Tail, exact_ranks
@@ -58,8 +59,7 @@ class Reducer:
         self.options = options
         self.params = list(params)
         self._every_param = self.params  # also those that are left out once known to be unused
-        # Of distributed autograd, if the last forward ran in one.
-        self.context_id: int | None = None
+        self.context_id: int | None = None  # of distributed autograd, if the last forward ran in one
         self.weight: float | None = None  # this rank's share in the mean; None is 1 like everyone's
         self.step = 0
         self.num_rebuilds = 0
@@ -93,11 +93,11 @@ class Reducer:
         self.buckets = self._allocate(plan)
         count = len(self.params)
         self.bucket_of = [self.buckets[0]] * count
-        self.place_of = [0] * count
+        self.is_large = bytearray(count)
         for bucket in self.buckets:
-            for place, slot in enumerate(bucket.slots):
+            for slot, large in zip(bucket.slots, bucket.large, strict=True):
                 self.bucket_of[slot.param] = bucket
-                self.place_of[slot.param] = place
+                self.is_large[slot.param] = large
         self._unused: list[int] = []
         self._next = 0
         self.phase = Phase.IDLE
@@ -117,6 +117,8 @@ class Reducer:
             scale = self.reduction.transport_scale if rides and not bucket.sparse else 1.0
             tail = Tail(f"{plan.hash}/{bucket.index}", len(bucket.slots), num_late, world, scale)
             live.append(LiveBucket(bucket, plan.specs, self.params, self.reduction.allocate, tail, rides))
+            if not self.reduction.lends_early:
+                live[-1].take_memory()
         live[-1].is_last = True
         for last in [bucket for bucket in live if not bucket.sparse][-1:]:
             last.is_last_dense = True
@@ -196,11 +198,18 @@ class Reducer:
         self.timeline.begin(self.step, self.buckets)
 
     @torch.no_grad()
-    def large_arrived(self, bucket: LiveBucket, place: int, param: torch.Tensor) -> None:
+    def large_arrived(self, bucket: LiveBucket, index: int, param: torch.Tensor) -> None:
         if not self.arrivals.observing and self.reduction.packs_early and is_final(param):
             scale = self.reduction.pack_scale * (1.0 if self.weight is None else self.weight)
+            place = bucket.place_of(index)
             bucket.pack_one(place, scale, self.options.as_views)
             self.reduction.packed(bucket, place)
+            if self._lends_early:
+                bucket.lend_arrived(place)
+
+    @property
+    def _lends_early(self) -> bool:
+        return self.reduction.lends_early and not (self.options.as_views or self.arrivals.nested_somewhere)
 
     def filled(self, bucket: LiveBucket, param: torch.Tensor) -> None:
         self.timeline.filled(bucket.index)
@@ -224,6 +233,10 @@ class Reducer:
     def _launch(self, bucket: LiveBucket) -> None:
         self._make_way(bucket)
         self._pack(bucket)
+        if self._lends_early:
+            bucket.lend_packed()
+            if self.arrivals.observing:  # the only pass in which all gradients were there at once
+                trim_heap()
         self._next = bucket.index + 1
         self._send(bucket)
 
@@ -256,11 +269,7 @@ class Reducer:
         elif used is not None or not bucket.pack(scale * self.reduction.pack_scale, self.options.as_views):
             used = bucket.with_gradient(used)
             bucket.pack_some(scale * self.reduction.pack_scale, self.options.as_views, used)
-        bucket.tail.write(bucket.tail_data, self.step)
-        if used is not None:
-            bucket.tail.write_usage(bucket.tail_data, used)
-        if self.weight is not None:
-            bucket.tail.write_weight(bucket.tail_data, self.weight)
+        bucket.write_tail(self.step, used, self.weight)
         surprised = self.arrivals.nested and not self.arrivals.nested_somewhere
         if bucket.is_last and (self.arrivals.late or surprised):
             bucket.tail.write_late(bucket.tail_data, self.arrivals.late, surprised)
@@ -371,8 +380,6 @@ class Reducer:
             unpack_sparse(bucket, factor, reading is None or reading.usage[0] > 0)
         else:
             usage = None if reading is None else reading.usage
-            # Not from buckets that the next plan is to replace: their memory is to be free before its is taken.
-            bucket.lends = not self.arrivals.observing
             self.reduction.give_out(bucket, factor, usage, self.options.as_views)
         bucket.stage = Stage.GIVEN
         if reading is not None:
@@ -425,9 +432,7 @@ class Reducer:
             raise nothing_left(f"rank {self.collectives.rank}")
         self.params = [self.params[index] for index in kept]
         self.arrivals = self.arrivals.keep(kept)
-        renumber = {old: new for new, old in enumerate(kept)}
-        groups = [[renumber[slot.param] for slot in b.slots if slot.param in renumber] for b in plan.buckets]
-        return plan_of([plan.specs[index] for index in kept], [group for group in groups if group], plan.caps)
+        return restricted(plan, kept)
 
     def _fix(self, fires: Sequence[int], used: bytes) -> None:
         """The graph is static: one hook a bucket is enough, on the gradient that comes last."""
@@ -452,10 +457,7 @@ class Reducer:
             pack_nothing(bucket)
         else:
             bucket.body.zero_()
-        bucket.tail.write(bucket.tail_data, self.step)
-        bucket.tail.write_usage(bucket.tail_data, [0] * len(bucket.slots))
-        if weight is not None:
-            bucket.tail.write_weight(bucket.tail_data, weight)
+        bucket.write_tail(self.step, [0] * len(bucket.slots), weight)
         self._send(bucket)
 
     @torch.no_grad()

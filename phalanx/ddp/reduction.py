@@ -34,6 +34,8 @@ class Reduction(abc.ABC):
     lag: int | None = None
     # Whether a gradient may go into the body as soon as it arrives, before the bucket is launched.
     packs_early: bool = True
+    # Whether what was packed on arrival may stand in for the gradient before it is reduced.
+    lends_early: bool = False
     name: str | None = None  # of a registered hook
 
     def __init__(self, collectives: Collectives, patience: Patience) -> None:
@@ -141,6 +143,8 @@ class Mean(Reduction):
 
 class AllReduce(Mean):
     """The mean by one all-reduce a bucket, tail included."""
+
+    lends_early = True
 
     def allocate(self, index: int, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Rounded up so that each rank's share starts on a cache line: transports move aligned memory faster."""

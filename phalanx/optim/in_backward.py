@@ -143,6 +143,6 @@ def in_backward_optimizers(params: Iterable[torch.nn.Parameter]) -> list[InBackw
     """Those that were applied to any of `params`, each once."""
     found: dict[InBackward, None] = {}
     for param in params:
-        for owner in param.__dict__.get(_OWNERS, ()):
+        for owner in getattr(param, _OWNERS, ()):
             found[owner] = None
     return list(found)

@@ -93,8 +93,13 @@ class BucketPlan:
     @cached_property
     def hash(self) -> str:
         """Content hash: equal on two ranks exactly when their plans are equal."""
-        text = json.dumps(self.to_json(), sort_keys=True, separators=(",", ":"))
-        return hashlib.sha256(text.encode()).hexdigest()
+        # Piece by piece: the text of a model with thousands of parameters is larger than the plan itself.
+        digest = hashlib.sha256(_canonical(list(self.caps.caps_bytes)))
+        for spec in self.specs:
+            digest.update(_canonical(spec.to_json()))
+        for bucket in self.buckets:
+            digest.update(_canonical([slot.param for slot in bucket.slots]))
+        return digest.hexdigest()
 
     @property
     def order(self) -> tuple[int, ...]:
@@ -144,6 +149,10 @@ class BucketPlan:
         if any(bucket.sparse for bucket in self.buckets):
             lines.append("* sparse gradients")
         return "\n".join(lines)
+
+
+def _canonical(value: Any) -> bytes:
+    return json.dumps(value, sort_keys=True, separators=(",", ":")).encode() + b"\n"
 
 
 def _bucket(index: int, params: Sequence[int], specs: Sequence[ParamSpec]) -> Bucket:

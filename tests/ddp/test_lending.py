@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -85,6 +86,44 @@ def catches_gradients_in_a_hook(model: nn.Module, rank: int) -> list[torch.Tenso
     return sorted(caught, key=torch.Tensor.numel, reverse=True)[:2]
 
 
+def keeps_what_autograd_made(model: nn.Module, rank: int) -> list[torch.Tensor]:
+    """Hooks that run before a gradient is stored; the two ways in which it gets there."""
+    caught: list[torch.Tensor] = []
+    handles = [p.register_hook(caught.append) for p in model.parameters()]
+    model.zero_grad()
+    backward(model, rank, 10)
+    backward(model, rank, 11)
+    for handle in handles:
+        handle.remove()
+    return [*sorted(caught, key=torch.Tensor.numel, reverse=True)[:4], *(p.grad for p in model.parameters())]
+
+
+def holds_the_gradient_of_one(model: nn.Module, rank: int) -> list[torch.Tensor]:
+    """Of a gradient that is added to in place, and held by one other."""
+    model.zero_grad()
+    backward(model, rank, 9)
+    held = [param.grad.detach() for param in model.parameters()]
+    for step in range(2):
+        backward(model, rank, 10 + step)
+    return [*held, *(param.grad for param in model.parameters())]
+
+
+def gives_up_midway(model: nn.Module, rank: int) -> list[torch.Tensor]:
+    def give_up(_grad: torch.Tensor) -> None:
+        raise KeyboardInterrupt
+
+    first = next(model.parameters())
+    handle = first.register_hook(give_up)
+    model.zero_grad()
+    with contextlib.suppress(KeyboardInterrupt):
+        backward(model, rank, 9)
+    handle.remove()
+    for step in range(2):
+        model.zero_grad()
+        backward(model, rank, 10 + step)
+    return [param.grad for param in model.parameters()]
+
+
 def accumulates_over_reduced_backwards(model: nn.Module, rank: int) -> list[torch.Tensor]:
     model.zero_grad()
     for step in range(3):
@@ -116,6 +155,8 @@ HABITS = [
     zeroes_in_place,
     gives_gradients_a_place,
     catches_gradients_in_a_hook,
+    keeps_what_autograd_made,
+    holds_the_gradient_of_one,
     accumulates_over_reduced_backwards,
     accumulates_without_sync,
     resets_between_forward_and_backward,
@@ -160,6 +201,49 @@ def watch_memory(rank: int, world: int) -> tuple[bool, bool, bool]:
 
 def test_memory_is_lent_again_once_nobody_holds_it() -> None:
     assert run_ranks(2, watch_memory) == [(True, True, True)] * 2
+
+
+def watch_backward(rank: int, world: int) -> tuple[int, int]:
+    """Large gradients that have memory of their own while the last one is made: in the first backward, and in the third."""
+    torch.manual_seed(3)
+    model = phalanx.DistributedDataParallel(nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(6))))
+    found = []
+
+    def look(_grad: torch.Tensor) -> None:
+        grads = [param.grad for param in model.parameters() if param.grad is not None]
+        found.append(sum(grad.untyped_storage().nbytes() == grad.nbytes for grad in grads))
+
+    next(model.parameters()).register_hook(look)
+    for step in range(3):
+        model.zero_grad()
+        backward(model, rank, step)
+    return found[0], found[2]
+
+
+@pytest.mark.parametrize("backend", ["gloo", "phalanx"])
+def test_gradients_are_freed_while_backward_goes_on(backend: str) -> None:
+    assert run_ranks(2, watch_backward, backend=backend) == [(5, 0)] * 2
+
+
+def recover(rank: int, world: int) -> list[torch.Tensor]:
+    model = phalanx.DistributedDataParallel(make(rank))
+    settle(model, rank)
+    return gives_up_midway(model, rank)
+
+
+@pytest.mark.parametrize("backend", ["gloo", "phalanx"])
+def test_a_backward_given_up_midway_leaves_nothing_in_the_next(backend: str) -> None:
+    expected = run_ranks(2, alone_after_giving_up)
+    for ours in run_ranks(2, recover, backend=backend):
+        assert all(torch.equal(a, b) for a, b in zip(ours, expected[0], strict=True))
+
+
+def alone_after_giving_up(rank: int, world: int) -> list[torch.Tensor]:
+    model = phalanx.DistributedDataParallel(make(rank))
+    settle(model, rank)
+    model.zero_grad()
+    backward(model, rank, 11)
+    return [param.grad for param in model.parameters()]
 
 
 def differ(rank: int, world: int) -> list[torch.Tensor]:
