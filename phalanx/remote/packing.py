@@ -46,7 +46,7 @@ ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
 _DTYPES = frozenset({torch.float32, torch.float64})
 # Beyond this size copying in and out costs more than the dispatch it saves; packs stay within the cache.
 _MEMBER_NUMEL = 1 << 12
-_PACK_NUMEL = 1 << 17
+_PACK_NUMEL = 1 << 16
 
 
 class _Pack:
@@ -61,11 +61,19 @@ class _Pack:
         self.flat.grad = scratch[1][:numel]
         self.values = self.cut(self.flat)
         self.grads = self.cut(self.flat.grad)
+        self._momentum: tuple[Tensor, list[Tensor]] | None = None
 
     def cut(self, flat: Tensor) -> list[Tensor]:
         """`flat` as one view a parameter, each of its parameter's shape."""
         pieces = torch.split(flat, [param.numel() for param in self.params])
         return [piece.view(param.shape) for piece, param in zip(pieces, self.params, strict=True)]
+
+
+    def momentum(self, flat: Tensor) -> list[Tensor]:
+        """`flat`, the buffer of momentum, cut; remembered, as it stays the same from step to step."""
+        if self._momentum is None or self._momentum[0] is not flat:
+            self._momentum = flat, self.cut(flat)
+        return self._momentum[1]
 
 
 class Packer:
@@ -116,13 +124,7 @@ class Packer:
     def _is_bare_sgd(self) -> bool:
         """Whether a step is one addition a parameter, for which one call over all of them is best."""
         return type(self.optimizer) is optim.SGD and not any(
-            group["momentum"]
-            or group["weight_decay"]
-            or group["maximize"]
-            or group["differentiable"]
-            or group["fused"]
-            or isinstance(group["lr"], Tensor)
-            for group in self.optimizer.param_groups
+            group["momentum"] or _has_extras(group) for group in self.optimizer.param_groups
         )
 
     def _step_bare_sgd(self, gradients: Mapping[Tensor, Tensor]) -> int:
@@ -241,10 +243,15 @@ class Packer:
         groups = self.optimizer.param_groups
         # One pack from beginning to end before the next: they share the scratch, which stays in the cache.
         for pack, grads in packed:
+            group = groups[pack.group]
+            buffer = self._shadow.state.get(pack.flat, {}).get("momentum_buffer")
+            if type(self.optimizer) is optim.SGD and buffer is not None and not _has_extras(group):
+                _step_momentum(pack, grads, group, buffer)
+                continue
             # Parameters are read anew at every step: other optimizers and their users write to them too.
             torch._foreach_copy_(pack.values, pack.params)
             torch._foreach_copy_(pack.grads, grads)
-            self._shadow.param_groups = [{**groups[pack.group], "params": [pack.flat]}]
+            self._shadow.param_groups = [{**group, "params": [pack.flat]}]
             self._shadow.step()
             torch._foreach_copy_(pack.params, pack.values)
 
@@ -261,6 +268,26 @@ class Packer:
         finally:
             for param, grad in zip(params, found, strict=True):
                 param.grad = grad
+
+
+def _has_extras(group: Mapping[str, Any]) -> bool:
+    """Whether a group of SGD does more than to follow the gradient or its momentum."""
+    return bool(
+        group["weight_decay"]
+        or group["nesterov"]
+        or group["maximize"]
+        or group["differentiable"]
+        or group["fused"]
+        or isinstance(group["lr"], Tensor)
+    )
+
+
+def _step_momentum(pack: _Pack, grads: list[Tensor], group: Mapping[str, Any], buffer: Tensor) -> None:
+    """What SGD with momentum does, with only its buffer packed: neither parameters nor gradients are copied."""
+    pieces = pack.momentum(buffer)
+    buffer.mul_(group["momentum"])
+    torch._foreach_add_(pieces, grads, alpha=1 - group["dampening"])
+    torch._foreach_add_(pack.params, pieces, alpha=-group["lr"])
 
 
 def _is_dense(grad: Tensor | None) -> TypeGuard[Tensor]:
