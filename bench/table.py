@@ -42,14 +42,17 @@ class Row:
 
     @property
     def wins(self) -> bool:
-        """Ahead of the other side, or at least even within the spread."""
-        return self.ratio >= 1.0 if self.higher_is_better else self.ratio <= 1.0
+        """Ahead of the other side, or even as far as the ratio is printed."""
+        return self.keeps(1.0)
 
     @property
     def keeps_target(self) -> bool:
-        if self.target is None:
-            return True
-        return self.ratio >= self.target if self.higher_is_better else self.ratio <= self.target
+        return self.target is None or self.keeps(self.target)
+
+    def keeps(self, limit: float) -> bool:
+        """Whether the ratio, as it is printed, is on the right side of `limit`."""
+        ratio = round(self.ratio, 2)
+        return ratio >= limit if self.higher_is_better else ratio <= limit
 
 
 @dataclass
