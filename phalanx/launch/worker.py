@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from phalanx.errors import ConfigError, MismatchError
 from phalanx.launch.environment import Environment, detect
+from phalanx.launch.heap import keep_freed_memory
 from phalanx.observe import trace
 
 TRACE_DIRECTORY = "PHALANX_TRACE_DIR"
@@ -75,9 +76,9 @@ def init(
 
     Without arguments: a GPU a local rank with nccl where there are GPUs, else the CPU; shared memory
     ("phalanx") for CPU ranks of one host, gloo otherwise; the host's cores shared evenly between its
-    ranks unless OMP_NUM_THREADS says otherwise. A process started alone becomes a world of one. Calling
-    it again returns the same worker. Fails with ConfigError, before anything was joined, on an
-    environment or an argument that cannot be honoured.
+    ranks unless OMP_NUM_THREADS says otherwise; freed memory is kept for the next step (`launch.heap`). A
+    process started alone becomes a world of one. Calling it again returns the same worker. Fails with
+    ConfigError, before anything was joined, on an environment or an argument that cannot be honoured.
     """
     global _worker
     if _worker is not None and dist.is_initialized() and _worker.is_of(dist.group.WORLD):
@@ -87,6 +88,7 @@ def init(
     chosen = backend or _choose_backend(environment, place)
     _check_backend(environment, chosen)
     _set_threads(environment, threads)
+    keep_freed_memory(os.environ)
     if dist.is_initialized():
         environment, chosen = _adopt(environment, backend)
     else:

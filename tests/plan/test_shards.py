@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given
@@ -40,7 +42,7 @@ def test_every_element_of_a_plan_has_one_owner(sizes: list[int], world: int, cap
     ownership = element_ownership(plan_for(sizes, cap), world)
     for size, spans in zip(sizes, ownership, strict=True):
         assert spans[0].start == 0 and spans[-1].stop == size
-        assert all(a.stop == b.start for a, b in zip(spans, spans[1:], strict=False))
+        assert all(a.stop == b.start for a, b in itertools.pairwise(spans))
         assert all(0 <= span.rank < world for span in spans)
 
 
@@ -49,7 +51,7 @@ def test_ranks_own_equal_shares_of_every_bucket(sizes: list[int], world: int, ca
     for bucket in plan_for(sizes, cap).buckets:
         bounds = [slice_bounds(bucket.numel, world, rank) for rank in range(world)]
         assert bounds[0][0] == 0 and bounds[-1][1] == bucket.numel
-        assert all(a[1] == b[0] for a, b in zip(bounds, bounds[1:], strict=False))
+        assert all(a[1] == b[0] for a, b in itertools.pairwise(bounds))
         assert all(end - begin <= slice_numel(bucket.numel, world) for begin, end in bounds)
         assert slice_numel(bucket.numel, world) * world - bucket.numel < world
 
