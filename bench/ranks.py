@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.launch.agent import LaunchSettings, launch
+from phalanx.launch.heap import SWITCH
 from phalanx.launch.rundir import RunDirectory
 from phalanx.launch.worker import Worker, init
 
@@ -31,6 +32,8 @@ def run(nproc: int, function: str, arguments: dict[str, Any], tracing: str | Non
             nproc,
             tracing=tracing is not None,
             environ={
+                # Torch is compared with as its users have it.
+                SWITCH: "0",
                 "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
                 "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
             },

@@ -77,6 +77,7 @@ class LiveBucket:
         self.expected = len(self.slots)
         self.pending = self.expected
         self.held = False
+        self.lends = True  # whether means may be given out as memory in place of copies
         self.work: Work | None = None
         self.tail_work: Work | None = None
         self.future: torch.futures.Future[Any] | None = None
@@ -264,7 +265,7 @@ class LiveBucket:
 
     def _lend_mean(self, i: int) -> bool:
         """Lend the i-th mean, if nobody can tell it from the gradient that autograd made."""
-        if not is_private(self.params[i]):
+        if not (self.lends and is_private(self.params[i])):
             return False
         self._lend(i)
         return True

@@ -74,12 +74,10 @@ class Reducer:
         self.on_reduced: list[Callable[[], None]] = []
         self._hooks = GradientHooks(self)
         self._warned = False
-        self.collectives = collectives
-        self.patience = patience
+        self.collectives, self.patience = collectives, patience
         self.reduction: Reduction = AllReduce(collectives, self.patience)
         self.arrivals = Arrivals(len(self.params))
-        # Says where a compiled model is cut: by `arrange`, or (after settling otherwise) by the plan in force.
-        self.cut_mark = plan.hash
+        self.cut_mark = plan.hash  # where a compiled model is cut: by `arrange`, or after settling by the plan in force
         self.arrange: Arrange | None = None
         self._adopt(plan)
 
@@ -376,14 +374,16 @@ class Reducer:
         factor = 1.0
         if reading is not None and reading.total_weight != self.collectives.world:
             factor = self.collectives.world / reading.total_weight if reading.total_weight else 0.0
+        usage = None if reading is None else reading.usage
         if bucket.sparse:
-            unpack_sparse(bucket, factor, reading is None or reading.usage[0] > 0)
+            unpack_sparse(bucket, factor, usage is None or usage[0] > 0)
         else:
-            usage = None if reading is None else reading.usage
+            # Not from buckets whose successors take their memory at once: both would be held.
+            bucket.lends = self.reduction.lends_early or not self.arrivals.observing
             self.reduction.give_out(bucket, factor, usage, self.options.as_views)
         bucket.stage = Stage.GIVEN
-        if reading is not None:
-            self._unused += [slot.param for slot, n in zip(bucket.slots, reading.usage, strict=True) if not n]
+        if usage is not None:
+            self._unused += [slot.param for slot, n in zip(bucket.slots, usage, strict=True) if not n]
         for callback in self.on_bucket_reduced:
             callback(bucket)
 

@@ -15,6 +15,8 @@ from collections.abc import Mapping
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 _MOST_KEPT = 2**31 - 1  # all that fits the argument
 _LARGEST_IN_HEAP = 32 * 1024 * 1024  # all that glibc allows
+SWITCH = "PHALANX_KEEP_FREED"
+"""Environment variable: "0" leaves the heap as it comes."""
 _SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_")
 
 
@@ -22,7 +24,7 @@ def keep_freed_memory(environ: Mapping[str, str]) -> bool:
     """Make this process keep what it frees; false where the library is another or the user has set it himself."""
     chosen = any(name in environ for name in _SETTINGS) or "glibc.malloc" in environ.get("GLIBC_TUNABLES", "")
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    if chosen or mallopt is None:
+    if chosen or mallopt is None or environ.get(SWITCH) == "0":
         return False
     kept = mallopt(_MMAP_THRESHOLD, _LARGEST_IN_HEAP), mallopt(_TRIM_THRESHOLD, _MOST_KEPT)
     return all(kept)

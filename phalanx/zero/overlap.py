@@ -146,6 +146,8 @@ class Overlap:
         reduction: Reduction = self._scatter
         if not reducer.settled:
             reduction = AllReduce(reducer.collectives, reducer.patience)
+            # What it lent would still be held when the buckets of the other one are made.
+            reduction.lends_early = False
         reducer.use(reduction, self._wider(wrapper, reducer))
 
     def _leave(self, reducer: Reducer) -> None:

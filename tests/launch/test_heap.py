@@ -45,7 +45,13 @@ def test_a_step_takes_hardly_a_fault_for_memory_it_had_before() -> None:
 
 
 @pytest.mark.parametrize(
-    "environ", [{"MALLOC_TRIM_THRESHOLD_": "131072"}, {"GLIBC_TUNABLES": "glibc.malloc.trim_threshold=131072"}], ids=str
+    "environ",
+    [
+        {"MALLOC_TRIM_THRESHOLD_": "131072"},
+        {"GLIBC_TUNABLES": "glibc.malloc.trim_threshold=131072"},
+        {"PHALANX_KEEP_FREED": "0"},
+    ],
+    ids=str,
 )
 def test_what_the_user_has_set_stays(environ: dict[str, str]) -> None:
     assert run("set", environ)[0] == "False"
