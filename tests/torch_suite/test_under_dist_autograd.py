@@ -43,4 +43,6 @@ def test_torch(name: str, tmp_path: Any) -> None:
     # Torch's rpc keeps threads and shared memory after its shutdown.
     leaks = [Leak.THREADS, Leak.NATIVE_THREADS, Leak.MEMFD, Leak.GROUPS]
     file_name = str(tmp_path / "rendezvous")
-    run_ranks(_TESTS[name], _run, name, file_name, reference, backend=None, allow_leaks=leaks)
+    # The master calls trainers as soon as its own group is made; theirs must be as well.
+    env = {"TORCH_DIST_INIT_BARRIER": "1"}
+    run_ranks(_TESTS[name], _run, name, file_name, reference, backend=None, env=env, allow_leaks=leaks)
