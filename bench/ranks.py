@@ -15,8 +15,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from phalanx.comm.heap import SWITCH
 from phalanx.launch.agent import LaunchSettings, launch
-from phalanx.launch.heap import SWITCH
 from phalanx.launch.rundir import RunDirectory
 from phalanx.launch.worker import Worker, init
 

@@ -8,7 +8,6 @@ this memory still out?", are answered by reference counts, exactly and without a
 
 from __future__ import annotations
 
-import ctypes
 import sys
 
 import torch
@@ -38,13 +37,6 @@ def _counts(param: torch.Tensor) -> tuple[int, int] | None:
     if type(grad) is not torch.Tensor or grad.requires_grad:
         return None
     return sys.getrefcount(grad), references(grad)
-
-
-def trim_heap() -> None:
-    """Give freed memory back to the system, where the C library keeps it and can be asked to (glibc)."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
-    if trim is not None:
-        trim(0)
 
 
 def _counts_of_a_fresh_gradient() -> tuple[tuple[int, int] | None, tuple[int, int] | None]:

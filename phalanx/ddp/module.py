@@ -7,6 +7,7 @@ same time, with the same model and arguments; construction compares that before 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..comm.heap import keep_freed_memory
 from ..comm.hooks import adopt_hook, check_hook
 from ..comm.patience import Patience
 from ..comm.replicate import replicate
@@ -96,6 +98,7 @@ class DistributedDataParallel(TorchNames, torch.nn.Module, Joinable):
         torch.nn.Module.__init__(self)
         Joinable.__init__(self)
         arguments.check_module(module)
+        keep_freed_memory(os.environ)
         delayed = arguments.check_delayed(delay_all_reduce_named_params, param_to_hook_all_reduce)
         self.process_group = arguments.choose_group(process_group, device_mesh)
         arguments.adapt_to_mesh(module, device_mesh)

@@ -18,6 +18,7 @@ import torch
 from torch.autograd import Variable
 
 from ..comm.collectives import Collectives
+from ..comm.heap import trim_heap
 from ..comm.patience import Patience
 from ..errors import PhalanxError, ReductionError
 from ..plan import BucketPlan
@@ -26,7 +27,6 @@ from .bucket import LiveBucket, Stage
 from .distributed_autograd import gradients_in_place
 from .frames import untraced
 from .gradient_hooks import GradientHooks, Phase, current_backward, is_final
-from .lending import trim_heap
 from .observation import Arrange, agree_on_plan, check_static, restricted, trigger_of
 from .reduction import AllReduce, Reduction
 from .sparse import pack_nothing, pack_sparse, unpack_sparse

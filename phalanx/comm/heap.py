@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 # Numbers of glibc's mallopt. Both also end the automatic choice of the other.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
@@ -23,8 +23,19 @@ _SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD
 def keep_freed_memory(environ: Mapping[str, str]) -> bool:
     """Make this process keep what it frees; false where the library is another or the user has set it himself."""
     chosen = any(name in environ for name in _SETTINGS) or "glibc.malloc" in environ.get("GLIBC_TUNABLES", "")
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    mallopt = _of_glibc("mallopt")
     if chosen or mallopt is None or environ.get(SWITCH) == "0":
         return False
     kept = mallopt(_MMAP_THRESHOLD, _LARGEST_IN_HEAP), mallopt(_TRIM_THRESHOLD, _MOST_KEPT)
     return all(kept)
+
+
+def trim_heap() -> None:
+    """Give back once what is free now: what only the first step needed."""
+    trim = _of_glibc("malloc_trim")
+    if trim is not None:
+        trim(0)
+
+
+def _of_glibc(name: str) -> Callable[..., int] | None:
+    return getattr(ctypes.CDLL(None), name, None) if sys.platform == "linux" else None

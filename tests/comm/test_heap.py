@@ -10,7 +10,7 @@ import pytest
 
 PROGRAM = """
 import os, resource, sys, torch
-from phalanx.launch.heap import keep_freed_memory
+from phalanx.comm.heap import keep_freed_memory
 
 torch.set_num_threads(1)
 kept = keep_freed_memory(os.environ) if sys.argv[1] == "set" else None
