@@ -41,7 +41,8 @@ def test_a_step_takes_hardly_a_fault_for_memory_it_had_before() -> None:
     kept, faults = run("set", {})
     assert kept == "True"
     assert faults < 200
-    assert run("leave", {})[1] > 5000, "without it, there would be nothing to gain"
+    # What glibc does by itself depends on what else lies in the heap; told to map every block, it always does.
+    assert run("leave", {"MALLOC_MMAP_THRESHOLD_": "131072"})[1] > 5000, "faults are counted"
 
 
 @pytest.mark.parametrize(
