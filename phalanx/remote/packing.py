@@ -245,7 +245,8 @@ class Packer:
         for pack, grads in packed:
             group = groups[pack.group]
             buffer = self._shadow.state.get(pack.flat, {}).get("momentum_buffer")
-            if type(self.optimizer) is optim.SGD and buffer is not None and not _has_extras(group):
+            # A buffer without momentum is what is left of a group whose momentum was set to 0.
+            if buffer is not None and type(self.optimizer) is optim.SGD and group["momentum"] and not _has_extras(group):
                 _step_momentum(pack, grads, group, buffer)
                 continue
             # Parameters are read anew at every step: other optimizers and their users write to them too.

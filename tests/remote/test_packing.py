@@ -171,3 +171,33 @@ def test_grad_attributes_are_restored_when_the_optimizer_raises() -> None:
         packer.step(dict(zip(ours, gradients(ours, 0), strict=True)))
     assert ours[0].grad is None
     assert torch.equal(ours[1].grad, held)
+
+
+@pytest.mark.parametrize("dampening", [0.0, 0.25])
+def test_momentum_that_is_set_to_0_in_one_group_leaves_its_buffer_alone(dampening: float) -> None:
+    ours, theirs = params(), params()
+    half = len(ours) // 2
+    made = [
+        optim.SGD([{"params": p[:half]}, {"params": p[half:]}], lr=0.1, momentum=0.9, dampening=dampening)
+        for p in (ours, theirs)
+    ]
+    packer, plain = Packer(made[0]), made[1]
+    for number in range(8):
+        momentum = 0.0 if 3 <= number < 6 else 0.9
+        for optimizer in made:
+            optimizer.param_groups[0]["momentum"] = momentum
+        grads = gradients(ours, number)
+        packer.step(dict(zip(ours, grads, strict=True)))
+        step_plainly(plain, dict(zip(theirs, map(Tensor.clone, grads), strict=True)))
+        assert all(map(torch.equal, ours, theirs)), number
+    packer.unpack()
+    assert same(packer.optimizer.state_dict(), plain.state_dict())
+
+
+def test_momentum_steps_without_a_copy_of_parameters_or_gradients() -> None:
+    ours = params()
+    packer = Packer(optim.SGD(ours, lr=0.1, momentum=0.9))
+    packer.step(dict(zip(ours, gradients(ours, 0), strict=True)))
+    packed = [pack.flat.clone() for pack in packer._packs]
+    packer.step(dict(zip(ours, gradients(ours, 1), strict=True)))
+    assert packed and all(torch.equal(pack.flat, was) for pack, was in zip(packer._packs, packed, strict=True))
