@@ -217,7 +217,7 @@ def _memory(node: Node) -> Iterator[Any]:
     for tensor in tensors:
         try:
             yield tensor.untyped_storage()._cdata
-        except (NotImplementedError, RuntimeError):
+        except RuntimeError:
             # Tensor subclasses need not have one storage.
             yield node
 

@@ -26,6 +26,11 @@ class Arrivals:
         self.first_used = b""  # what the observed pass used
         self.static_used: bytes | None = None  # what every pass uses, by promise
 
+    @property
+    def surprised(self) -> bool:
+        """Whether a backward inside the backward is something that no rank has seen before."""
+        return self.nested and not self.nested_somewhere
+
     def again(self, index: int, bucket: LiveBucket, as_views: bool) -> None:
         """More gradient for the same parameter in one pass: only nested backwards do this."""
         self.often[index] = 1

@@ -158,7 +158,7 @@ class LiveBucket:
         grads = cast("list[torch.Tensor]", [param.grad for param in self.params])
         try:
             self._move_in(grads, scale, as_views)
-        except (AttributeError, TypeError, RuntimeError, NotImplementedError):
+        except (AttributeError, TypeError, RuntimeError):
             if any(grad is None for grad in grads):
                 return False
             # A sparse gradient where the plan expects a dense one: rare, and right this way too.
@@ -187,11 +187,15 @@ class LiveBucket:
         if self.packed[i] and param.dtype == self._dtype and (is_just_made(param) or is_private(param)):
             self._lend(i)
 
-    def lend_packed(self) -> None:
-        """As `lend_arrived`, for every large gradient of a bucket that is packed whole."""
+    def lend_packed(self, used: Sequence[int] | None) -> None:
+        """As `lend_arrived`, for every large gradient of a bucket that is packed whole.
+
+        Not for a parameter outside `used` (None for all): if no other rank used it, its gradient stays as it is.
+        """
         for i, large in enumerate(self.large):
             param = self.params[i]
-            if large and not self.lent[i] and param.dtype == self._dtype and is_private(param):
+            lendable = large and not self.lent[i] and (used is None or used[i]) and param.dtype == self._dtype
+            if lendable and is_private(param):
                 self._lend(i)
 
     def write_tail(self, step: int, used: bytearray | list[int] | None, weight: float | None) -> None:

@@ -212,8 +212,7 @@ class Reducer:
     def filled(self, bucket: LiveBucket, param: torch.Tensor) -> None:
         self.timeline.filled(bucket.index)
         # Where a nested backward is new, no bucket is safe until the pass has ended.
-        surprised = self.arrivals.nested and not self.arrivals.nested_somewhere
-        if not self.arrivals.observing and not surprised and is_final(param):
+        if not (self.arrivals.observing or self.arrivals.surprised) and is_final(param):
             self._launch_ready()
 
     def _launch_ready(self) -> None:
@@ -230,9 +229,9 @@ class Reducer:
     @torch.no_grad()
     def _launch(self, bucket: LiveBucket) -> None:
         self._make_way(bucket)
-        self._pack(bucket)
+        used = self._pack(bucket)
         if self._lends_early:
-            bucket.lend_packed()
+            bucket.lend_packed(used)
             if self.arrivals.observing:  # the only pass in which all gradients were there at once
                 trim_heap()
         self._next = bucket.index + 1
@@ -257,7 +256,7 @@ class Reducer:
         self.reduction.launch_tail(bucket)
         self.timeline.launched(bucket)
 
-    def _pack(self, bucket: LiveBucket) -> None:
+    def _pack(self, bucket: LiveBucket) -> list[int] | None:
         scale = 1.0 if self.weight is None else self.weight
         used = self.arrivals.usage(bucket)
         if self.arrivals.static_used is not None:
@@ -268,9 +267,9 @@ class Reducer:
             used = bucket.with_gradient(used)
             bucket.pack_some(scale * self.reduction.pack_scale, self.options.as_views, used)
         bucket.write_tail(self.step, used, self.weight)
-        surprised = self.arrivals.nested and not self.arrivals.nested_somewhere
-        if bucket.is_last and (self.arrivals.late or surprised):
-            bucket.tail.write_late(bucket.tail_data, self.arrivals.late, surprised)
+        if bucket.is_last and (self.arrivals.late or self.arrivals.surprised):
+            bucket.tail.write_late(bucket.tail_data, self.arrivals.late, self.arrivals.surprised)
+        return used
 
     # -- end of backward -----------------------------------------------------------------------
 

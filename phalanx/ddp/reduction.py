@@ -118,10 +118,13 @@ class Reduction(abc.ABC):
 
     def abandon(self, bucket: LiveBucket, where: str) -> None:
         """Return when the transport has let go of a bucket that nobody wants any more."""
-        if bucket.sparse and bucket.work is not None:
-            self.patience.wait(bucket.work, where)
-        elif not bucket.sparse:
+        if not bucket.sparse:
             self.finish(bucket, where)
+        elif bucket.rows is None:
+            self.finish_sparse(bucket, where)
+        elif bucket.work is not None:
+            # Only what is under way: a second collective would meet nobody's.
+            self.patience.wait(bucket.work, where)
         self.finish_tail(bucket, where)
 
 

@@ -203,6 +203,47 @@ def test_memory_is_lent_again_once_nobody_holds_it() -> None:
     assert run_ranks(2, watch_memory) == [(True, True, True)] * 2
 
 
+class Sometimes(nn.Module):
+    """Whether the second layer is used is set from outside; both gradients are large enough to be lent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.sometimes = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.uses_both = True
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        found = self.always(inputs)
+        return found + self.sometimes(inputs) if self.uses_both else found
+
+
+def leave_unused(rank: int, world: int, keep: bool) -> None:
+    """A gradient of the step before, of a parameter that no rank uses now, with and without another holder."""
+    torch.manual_seed(3)
+    model = phalanx.DistributedDataParallel(Sometimes(), on_unused="ignore")
+    for first in (0, 1):
+        model.module.uses_both = True
+        model.zero_grad()
+        backward(model, rank, first)
+        # What a rank makes of it is its own business, and must survive.
+        for param in model.module.sometimes.parameters():
+            param.grad = param.grad * (1.0 + rank / 7)
+        held = [param.grad for param in model.module.sometimes.parameters()]
+        before = [grad.clone() for grad in held]
+        if not keep:
+            del held
+        model.module.uses_both = False
+        backward(model, rank, 2 + first)
+        after = [param.grad for param in model.module.sometimes.parameters()]
+        assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+        del after
+
+
+@pytest.mark.parametrize("backend", ["gloo", "phalanx"])
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_gradient_that_no_rank_uses_now_stays_to_the_bit(backend: str, keep: bool) -> None:
+    run_ranks(3, leave_unused, keep, backend=backend)
+
+
 def watch_backward(rank: int, world: int) -> tuple[int, int]:
     """Large gradients that have memory of their own while the last one is made: in the first backward, and in the third."""
     torch.manual_seed(3)
