@@ -42,7 +42,8 @@ class SparseSum:
         self._words = self._body_at + _FIRST_WORDS
         self._memory = torch.empty(0, dtype=torch.int64, device=device)
         self._parcels = self._memory  # one row a rank, while under way
-        self._rows: list[tuple[int, int]] = []
+        self._facts = torch.empty(0, device=device)  # one row a rank
+        self._rows: list[tuple[int, int]] = []  # how many, in how many sparse dimensions; by rank, once settled
         self._sent: torch.Tensor | None = None
 
     def start(self, tensor: torch.Tensor, facts: torch.Tensor) -> Work:

@@ -14,6 +14,11 @@ from phalanx.comm.heap import keep_freed_memory
 
 torch.set_num_threads(1)
 kept = keep_freed_memory(os.environ) if sys.argv[1] == "set" else None
+if sys.argv[1] == "wrap":
+    import phalanx
+
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    model = phalanx.DistributedDataParallel(torch.nn.Linear(2, 2))
 count = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 def step():
@@ -43,6 +48,11 @@ def test_a_step_takes_hardly_a_fault_for_memory_it_had_before() -> None:
     assert faults < 200
     # What glibc does by itself depends on what else lies in the heap; told to map every block, it always does.
     assert run("leave", {"MALLOC_MMAP_THRESHOLD_": "131072"})[1] > 5000, "faults are counted"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="mallopt is glibc's")
+def test_wrapping_a_model_is_enough() -> None:
+    assert run("wrap", {})[1] < 200
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -110,3 +111,36 @@ def sparse_grads(rank: int, world: int, functional: bool) -> None:
 @pytest.mark.parametrize("world", [2, 3])
 def test_sparse_gradients_are_averaged_and_unused_ones_left_alone(world: int, functional: bool) -> None:
     run_ranks(world, sparse_grads, functional)
+
+
+def count_collectives(rank: int, world: int) -> list[int]:
+    """Collectives in each of four steps of a model with two sparse gradients; the third needs more room than agreed."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(9000, 4, sparse=True), nn.Linear(4, 4))
+    wrapped = phalanx.DistributedDataParallel(model)
+    reducer = wrapped.reducer
+    collectives = reducer.collectives
+    started: list[str] = []
+    for verb in ("all_reduce", "all_gather", "reduce_scatter"):  # which gloo may make of several broadcasts
+        setattr(collectives, verb, _counted(getattr(collectives, verb), verb, started))
+    counts = []
+    for num_rows in (10, 10, 8000, 8000):
+        started.clear()
+        wrapped(torch.randint(9000, (num_rows,))).sum().backward()
+        wrapped.zero_grad()
+        counts.append(len(started))
+    assert len(reducer.buckets) == 2
+    return counts[1:]
+
+
+def _counted(verb: Any, name: str, started: list[str]) -> Any:
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        started.append(name)
+        return verb(*args, **kwargs)
+
+    return counted
+
+
+@pytest.mark.parametrize("backend", ["gloo", "phalanx"])
+def test_a_sparse_gradient_costs_one_collective_and_one_more_where_it_grows(backend: str) -> None:
+    assert run_ranks(2, count_collectives, backend=backend) == [[2, 3, 2]] * 2
