@@ -1,9 +1,10 @@
 """The leads: one rank a host, which talk to each other over gloo for all ranks of their hosts.
 
 Hosts are numbered; the lead of host h is rank h of the leads' gloo group. Everything is made of messages between
-two leads, never of gloo's own collectives, and a lead waits only for what it is to receive: gloo can leave
-a sender waiting for its whole time limit when a connection breaks, but never a receiver. That a message has
-arrived, so that its memory may be used again, the receiver acknowledges.
+two leads, never of gloo's own collectives, and a lead waits only for what it is to receive and what arrives at once.
+For when a connection breaks, gloo can leave waiting for their whole time limit a sender, and a receiver who has a part
+of the message; one whose message has not begun to arrive is told. So a long message is followed by a byte, for which
+the receiver waits; and that it has arrived, so that its memory may be used again, the receiver acknowledges.
 
 A call that fails raises `LeadsError` with gloo's own words, which say nothing of ranks: who is to
 blame is found out by the caller.
@@ -25,7 +26,8 @@ from ..shm.moving import as_bytes
 from ..shm.reduction import Reduction, reduce_into
 from .scratch import Scratch
 
-_DATA, _RECEIVED = 0, 1  # what a message is, as gloo's tag
+_DATA, _END, _RECEIVED = 0, 1, 2  # what a message is, as gloo's tag
+_LONG_BYTES = 512  # a message up to this size arrives whole
 _SHORTEST = timedelta(milliseconds=1)
 # Below this a broadcast goes from its root to everybody at once: one message each, and nothing to relay.
 _MANY_BYTES = 1 << 16
@@ -92,17 +94,32 @@ class Leads:
         try:
             # Expected before anything is sent: what is expected goes out at once.
             answers = [self._gloo.recv([self._byte.clone()], host, _RECEIVED) for host in targets]
-            arrivals = [self._gloo.recv([as_bytes(received[host])], host, _DATA) for host in sources]
+            arrivals = [self._expect(as_bytes(received[host]), host) for host in sources]
             # Kept until they have arrived: gloo forgets a message with its work.
-            sent = [self._gloo.send([as_bytes(given[host])], host, _DATA) for host in targets]
-            for host, arrival in zip(sources, arrivals, strict=True):
-                arrival.wait(_until(deadline))
+            sent = [self._dispatch(as_bytes(given[host]), host) for host in targets]
+            for host, parts in zip(sources, arrivals, strict=True):
+                for part in reversed(parts):
+                    part.wait(_until(deadline))
                 self._acknowledged[host] = self._gloo.send([self._byte], host, _RECEIVED)
             for answer in answers:
                 answer.wait(_until(deadline))
             del sent
         except RuntimeError as error:
             raise LeadsError(str(error)) from error
+
+    def _expect(self, data: torch.Tensor, host: int) -> list[Any]:
+        """The works of a message that is to arrive in `data`, the last to arrive last."""
+        works = [self._gloo.recv([data], host, _DATA)]
+        if data.numel() > _LONG_BYTES:
+            works.append(self._gloo.recv([self._byte.clone()], host, _END))
+        return works
+
+    def _dispatch(self, data: torch.Tensor, host: int) -> list[Any]:
+        """The works of a message that leaves."""
+        works = [self._gloo.send([data], host, _DATA)]
+        if data.numel() > _LONG_BYTES:
+            works.append(self._gloo.send([self._byte], host, _END))
+        return works
 
     def cut(self) -> None:
         """Cut the connections, so that whatever waits on them, here or on another host, raises."""

@@ -1,0 +1,72 @@
+"""Leads whose connection is cut at any moment of an exchange: each finishes, or raises soon."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from phalanx.comm.hierarchical.leads import Leads, LeadsError
+from phalanx.comm.hierarchical.scratch import Scratch
+from phalanx.comm.shm.memory import process_memory
+from tests.cluster import run_ranks
+
+_LIMIT_S = 30.0
+_HEARD_S = 0.05
+_SOON_S = 2.0
+
+
+def exchange_and_cut(rank: int, world: int, num_bytes: int, seeds: range) -> list[str]:
+    """In many pairs of leads, each cut once by one of the two: what became of the exchange, and that it was soon."""
+    store = dist.distributed_c10d._get_default_store()
+    outcomes = []
+    for seed in seeds:
+        chance = random.Random(seed)
+        cutter, delay_s = chance.randrange(world), chance.random() * 0.01
+        leads = Leads(
+            dist.PrefixStore(f"leads/{seed}", store), rank, world, timedelta(seconds=_LIMIT_S), Scratch(process_memory())
+        )
+        leads.barrier(timedelta(seconds=_LIMIT_S))
+        received = [torch.zeros(num_bytes, dtype=torch.uint8) for _ in range(world)]
+        given = [torch.full((num_bytes,), 1 + rank, dtype=torch.uint8)] * world
+        # The others follow when they hear of it, as with a sentinel.
+        cut = threading.Timer(delay_s if rank == cutter else delay_s + _HEARD_S, leads.cut)
+        cut.start()
+        began = time.monotonic()
+        try:
+            leads.exchange(received, given, timedelta(seconds=_LIMIT_S))
+            outcomes.append("finished")
+            assert all(bool((data == 1 + other).all()) for other, data in enumerate(received) if other != rank), seed
+        except LeadsError:
+            outcomes.append("raised")
+        assert time.monotonic() - began < _SOON_S, f"seed {seed}: rank {rank} was left waiting"
+        cut.join()
+        dist.barrier()
+    return outcomes
+
+
+@pytest.mark.parametrize(("world", "num_cuts"), [(2, 20), (3, 12)])
+def test_nobody_is_left_waiting_when_a_connection_is_cut(world: int, num_cuts: int) -> None:
+    outcomes = run_ranks(world, exchange_and_cut, 16_000_000, range(num_cuts), timeout_s=100)
+    assert "raised" in outcomes[0], "no exchange was interrupted"
+
+
+def test_exchanges_of_all_sizes_arrive_whole() -> None:
+    run_ranks(2, exchange_sizes, [0, 1, 511, 512, 513, 70_001, 5_000_000])
+
+
+def exchange_sizes(rank: int, world: int, sizes: list[int]) -> None:
+    store = dist.PrefixStore("leads", dist.distributed_c10d._get_default_store())
+    leads = Leads(store, rank, world, timedelta(seconds=_LIMIT_S), Scratch(process_memory()))
+    for size in sizes:
+        for _ in range(3):
+            received = [torch.zeros(size, dtype=torch.uint8) for _ in range(world)]
+            leads.exchange(received, [torch.full((size,), 1 + rank, dtype=torch.uint8)] * world, timedelta(seconds=_LIMIT_S))
+            assert all(bool((data == 1 + other).all()) for other, data in enumerate(received) if other != rank), size
+    dist.barrier()
+    leads.cut()
