@@ -6,7 +6,7 @@ import gc
 import statistics
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,19 +68,24 @@ def interleave(
     gc.collect()
     gc.disable()
     try:
-        for number in range(-1, num_rounds):
-            turned = names[number % len(names) :] + names[: number % len(names)]
-            for name in turned:
-                before_block()
-                started = time.perf_counter()
-                for _ in range(steps_a_round):
-                    contenders[name]()
-                elapsed = time.perf_counter() - started
-                if number >= 0:  # the first round warms up
-                    found[name].append(1e3 * elapsed / steps_a_round)
+        for name in blocks(names, num_rounds):
+            before_block()
+            started = time.perf_counter()
+            for _ in range(steps_a_round):
+                contenders[name]()
+            found[name].append(1e3 * (time.perf_counter() - started) / steps_a_round)
     finally:
         gc.enable()
-    return {name: Samples(tuple(values)) for name, values in found.items()}
+    # The first round warms up.
+    return {name: Samples(tuple(values[1:])) for name, values in found.items()}
+
+
+def blocks(names: Sequence[str], num_rounds: int) -> Iterator[str]:
+    """Whose turn it is, in one round to warm up and `num_rounds` to measure, the order turned by one each round."""
+    for number in range(-1, num_rounds):
+        first = number % len(names)
+        yield from names[first:]
+        yield from names[:first]
 
 
 def warm_up() -> None:

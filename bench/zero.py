@@ -1,9 +1,10 @@
 """How long does a training step take with phalanx's ZeroRedundancyOptimizer, compared with torch's?
 
-Two ranks, each with one compute thread, Adam. Every contender trains its own copy of the model on the same data,
-in the same processes, a block of steps in turn: torch's optimizer behind torch's DDP on gloo (parameters in bucket
-views, its faster setting), and ours behind ours, on gloo and on shared memory: overlapped with backward, the same with
-one copy of the parameters for both ranks (`shared_parameters=True`), and alone.
+Two ranks, each with one compute thread, Adam. Every contender trains its own copy of the model on the same data, in two
+processes of its own, a block of steps in turn while the others sleep: torch's optimizer behind torch's DDP on gloo
+(parameters in bucket views, its faster setting), and ours behind ours, on gloo and on shared memory: overlapped with
+backward, the same without the setting of the heap that our DistributedDataParallel makes (PHALANX_KEEP_FREED=0, which
+is what torch's processes have), with one copy of the parameters for both ranks (`shared_parameters=True`), and alone.
 *Update* is the time of `step()` alone, on gradients that are there. State is that of the rank with the most of it,
 against the total divided by the ranks; peak memory is sampled in processes of their own, from before the model was built,
 memory that both ranks share counted half in each. DeepSpeed is left out unless it is installed.
@@ -11,6 +12,7 @@ memory that both ranks share counted half in each. DeepSpeed is left out unless 
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -23,14 +25,17 @@ from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
 
 import phalanx
 from bench import ranks
-from bench.measure import Samples, Weighing, interleave, ratio, steps_in_a_block, warm_up
+from bench.measure import Samples, Weighing, ratio, warm_up
 from bench.models import CASES, Batch, Case
 from bench.table import Result, Row, options, present
+from bench.turns import TEAM, Turns
+from phalanx.comm.heap import SWITCH
 from phalanx.launch.worker import Worker
 from phalanx.zero import ZeroRedundancyOptimizer
 
 TORCH = "torch"
 OURS = "phalanx"
+UNKEPT = "overlapped with the heap as it comes"
 MODELS = ("gpt-5m", "gpt-30m")
 TARGETS = {"phalanx": 0.6, "gloo": 0.85}
 BLOCK_S = 0.1
@@ -67,59 +72,60 @@ def _case(name: str) -> Case:
     return LOPSIDED if name == LOPSIDED.name else CASES[name]
 
 
-def contender(name: str, case: Case, rank: int, groups: dict[str, Any]) -> tuple[Any, Step, Step]:
+def contender(name: str, case: Case, place: int, group: Any) -> tuple[Any, Step, Step]:
     """The optimizer, a function that trains for one step, and one that only updates."""
     torch.manual_seed(0)
     model = case.build()
     if name == TORCH:
-        wrapped: nn.Module = nn.parallel.DistributedDataParallel(model, process_group=groups["gloo"])
+        wrapped: nn.Module = nn.parallel.DistributedDataParallel(model, process_group=group)
         optimizer: Any = TorchZero(
-            wrapped.parameters(),
-            torch.optim.Adam,
-            process_group=groups["gloo"],
-            parameters_as_bucket_view=True,
-            lr=1e-4,
+            wrapped.parameters(), torch.optim.Adam, process_group=group, parameters_as_bucket_view=True, lr=1e-4
         )
     else:
-        backend, kind = name.split("/")
-        wrapped = phalanx.DistributedDataParallel(model, process_group=groups[backend])
+        kind = name.split("/")[1]
+        if kind != UNKEPT:
+            os.environ.pop(SWITCH, None)
+        wrapped = phalanx.DistributedDataParallel(model, process_group=group)
         optimizer = ZeroRedundancyOptimizer(
             wrapped.parameters(),
             torch.optim.Adam,
-            process_group=groups[backend],
+            process_group=group,
             parameters_as_bucket_view=True,
             overlap_with_ddp=kind != "alone",
             shared_parameters=kind == "one copy",
             lr=1e-4,
         )
-    return optimizer, case.training(wrapped, optimizer, rank), optimizer.step
+    return optimizer, case.training(wrapped, optimizer, place), optimizer.step
 
 
-def _groups(backends: list[str]) -> dict[str, Any]:
-    return {backend: dist.new_group(backend=backend) for backend in backends}
+def _backend(name: str) -> str:
+    return "gloo" if name == TORCH else name.split("/")[0]
 
 
 def time_case(worker: Worker, case: str, names: list[str], num_rounds: int, only_update: bool) -> Any:
-    """On each rank: milliseconds by contender and round, and the bytes of state of each optimizer."""
+    """On each rank, which is one contender's: milliseconds by round, and the bytes of state."""
     torch.set_num_threads(1)
-    groups = _groups(sorted({"gloo", *(name.split("/")[0] for name in names if name != TORCH)}))
-    built = {name: contender(name, _case(case), worker.rank, groups) for name in names}
-    steps = {}
-    for name, (_, step, update) in built.items():
-        for _ in range(3):
-            step()
-        steps[name] = update if only_update else step
-    samples = interleave(steps, num_rounds, _num_steps(steps[TORCH]), dist.barrier)
-    state = {name: _state_bytes(optimizer) for name, (optimizer, _, _) in built.items()}
-    return {"ms": {name: found.ms for name, found in samples.items()}, "state": state}
+    turns = Turns(worker.rank, names, [_backend(name) for name in names])
+    optimizer, step, update = contender(turns.name, _case(case), turns.place, turns.group)
+    for _ in range(3):
+        step()
+    timed = update if only_update else step
+    num_steps = 0
+
+    def size_up() -> None:
+        nonlocal num_steps
+        num_steps = _num_steps(timed)
+
+    turns.take([TORCH], size_up)
+    ms = turns.interleave(timed, num_rounds, turns.agree(TORCH, num_steps))
+    return {"name": turns.name, "ms": ms, "state": _state_bytes(optimizer)}
 
 
 def _num_steps(step: Step) -> int:
-    dist.barrier()
     started = time.perf_counter()
     for _ in range(2):
         step()
-    return steps_in_a_block((time.perf_counter() - started) / 2, BLOCK_S)
+    return max(1, round(2 * BLOCK_S / (time.perf_counter() - started)))
 
 
 def _state_bytes(optimizer: Any) -> int:
@@ -130,25 +136,29 @@ def _state_bytes(optimizer: Any) -> int:
 def weigh_case(worker: Worker, case: str, name: str) -> int:
     """On each rank: the peak of bytes while training, above what the process held before."""
     torch.set_num_threads(1)
-    groups = _groups([name.split("/")[0] if name != TORCH else "gloo"])
+    group = dist.new_group(backend=_backend(name))
     warm_up()
     with Weighing() as weighing:
-        _, step, _ = contender(name, _case(case), worker.rank, groups)
+        _, step, _ = contender(name, _case(case), worker.rank, group)
         for _ in range(6):
             step()
     return weighing.peak - weighing.before
 
 
+def _of(by_rank: list[Any], name: str) -> list[Any]:
+    return [found for found in by_rank if found["name"] == name]
+
+
 def _samples(by_rank: list[Any], name: str) -> Samples:
     # A step has ended when its slowest rank has.
-    return Samples(tuple(map(max, zip(*(found["ms"][name] for found in by_rank), strict=True))))
+    return Samples(tuple(map(max, zip(*(found["ms"] for found in _of(by_rank, name)), strict=True))))
 
 
 def _timing_rows(case: str, backends: list[str], num_rounds: int, only_update: bool) -> list[Row]:
-    kinds = ("alone",) if only_update else ("overlapped", "one copy", "alone")
+    kinds = ("alone",) if only_update else ("overlapped", UNKEPT, "one copy", "alone")
     names = [TORCH, *(f"{backend}/{kind}" for backend in backends for kind in kinds)]
     arguments = {"case": case, "names": names, "num_rounds": num_rounds, "only_update": only_update}
-    by_rank = ranks.run(2, "bench.zero:time_case", arguments)
+    by_rank = ranks.run(TEAM * len(names), "bench.zero:time_case", arguments)
     theirs = _samples(by_rank, TORCH)
     rows = []
     for name in names[1:]:
@@ -156,7 +166,7 @@ def _timing_rows(case: str, backends: list[str], num_rounds: int, only_update: b
         ours = _samples(by_rank, name)
         share = ratio(ours, theirs)
         what = "update" if only_update else "step"
-        target = TARGETS[backend] if kind != "alone" else None
+        target = TARGETS[backend] if kind in ("overlapped", "one copy") else None
         title = f"{case}: {what}, {kind}, {_words(backend)}"
         rows.append(Row(title, ours.median, theirs.median, share.median, share.low, share.high, target=target))
     if not only_update:
@@ -169,7 +179,7 @@ def _words(backend: str) -> str:
 
 
 def _state_row(case: str, by_rank: list[Any], name: str) -> Row:
-    ours, theirs = ([found["state"][one] for found in by_rank] for one in (name, TORCH))
+    ours, theirs = ([found["state"] for found in _of(by_rank, one)] for one in (name, TORCH))
     mean = sum(ours) / len(ours)
     note = f"largest rank over the mean: ours {max(ours) / mean:.3f}, torch {max(theirs) * len(theirs) / sum(theirs):.3f}"
     share = max(ours) / max(theirs)
