@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from pathlib import Path
 
@@ -35,5 +36,5 @@ def test_one_contender_at_a_time_in_an_order_that_turns(tmp_path: Path) -> None:
     )
     order = "".join(name for _, _, name in steps)
     assert order == "".join(name * 2 * TEAM for name in "cababcbca")
-    for (_, ended, name), (began, _, following) in zip(steps, steps[1:], strict=False):
+    for (_, ended, name), (began, _, following) in itertools.pairwise(steps):
         assert name == following or ended <= began, "two contenders ran at once"
