@@ -1,10 +1,11 @@
 """How long does a training step take with phalanx's ZeroRedundancyOptimizer, compared with torch's?
 
 Two ranks, each with one compute thread, Adam. Every contender trains its own copy of the model on the same data, in two
-processes of its own, a block of steps in turn while the others sleep: torch's optimizer behind torch's DDP on gloo
-(parameters in bucket views, its faster setting), and ours behind ours, on gloo and on shared memory: overlapped with
-backward, the same without the setting of the heap that our DistributedDataParallel makes (PHALANX_KEEP_FREED=0, which
-is what torch's processes have), with one copy of the parameters for both ranks (`shared_parameters=True`), and alone.
+processes of its own, a block of steps in turn while the others sleep: torch's optimizer behind torch's DDP on gloo, and ours
+behind ours, on gloo and on shared memory: overlapped with backward, the same without the setting of the heap that our
+DistributedDataParallel makes (PHALANX_KEEP_FREED=0, which is what torch's processes have), with one copy of the parameters
+for both ranks (`shared_parameters=True`), and alone. Torch's optimizer takes part twice, as it comes and with
+`parameters_as_bucket_view=True`, its faster setting: rows *against bucket views*.
 *Update* is the time of `step()` alone, on gradients that are there. State is that of the rank with the most of it,
 against the total divided by the ranks; peak memory is sampled in processes of their own, from before the model was built,
 memory that both ranks share counted half in each. DeepSpeed is left out unless it is installed.
@@ -34,11 +35,12 @@ from phalanx.launch.worker import Worker
 from phalanx.zero import ZeroRedundancyOptimizer
 
 TORCH = "torch"
+TORCH_VIEWS = "torch with bucket views"
 OURS = "phalanx"
-UNKEPT = "overlapped with the heap as it comes"
+UNKEPT = "overlapped, plain heap"
 MODELS = ("gpt-5m", "gpt-30m")
 TARGETS = {"phalanx": 0.6, "gloo": 0.85}
-BLOCK_S = 0.1
+BLOCK_S = 0.2
 
 Step = Callable[[], None]
 
@@ -76,10 +78,14 @@ def contender(name: str, case: Case, place: int, group: Any) -> tuple[Any, Step,
     """The optimizer, a function that trains for one step, and one that only updates."""
     torch.manual_seed(0)
     model = case.build()
-    if name == TORCH:
+    if name in (TORCH, TORCH_VIEWS):
         wrapped: nn.Module = nn.parallel.DistributedDataParallel(model, process_group=group)
         optimizer: Any = TorchZero(
-            wrapped.parameters(), torch.optim.Adam, process_group=group, parameters_as_bucket_view=True, lr=1e-4
+            wrapped.parameters(),
+            torch.optim.Adam,
+            process_group=group,
+            parameters_as_bucket_view=name == TORCH_VIEWS,
+            lr=1e-4,
         )
     else:
         kind = name.split("/")[1]
@@ -99,7 +105,7 @@ def contender(name: str, case: Case, place: int, group: Any) -> tuple[Any, Step,
 
 
 def _backend(name: str) -> str:
-    return "gloo" if name == TORCH else name.split("/")[0]
+    return "gloo" if name in (TORCH, TORCH_VIEWS) else name.split("/")[0]
 
 
 def time_case(worker: Worker, case: str, names: list[str], num_rounds: int, only_update: bool) -> Any:
@@ -156,22 +162,28 @@ def _samples(by_rank: list[Any], name: str) -> Samples:
 
 def _timing_rows(case: str, backends: list[str], num_rounds: int, only_update: bool) -> list[Row]:
     kinds = ("alone",) if only_update else ("overlapped", UNKEPT, "one copy", "alone")
-    names = [TORCH, *(f"{backend}/{kind}" for backend in backends for kind in kinds)]
+    ours = [f"{backend}/{kind}" for backend in backends for kind in kinds]
+    names = [TORCH, TORCH_VIEWS, *ours]
     arguments = {"case": case, "names": names, "num_rounds": num_rounds, "only_update": only_update}
     by_rank = ranks.run(TEAM * len(names), "bench.zero:time_case", arguments)
-    theirs = _samples(by_rank, TORCH)
     rows = []
-    for name in names[1:]:
-        backend, kind = name.split("/")
-        ours = _samples(by_rank, name)
-        share = ratio(ours, theirs)
-        what = "update" if only_update else "step"
-        target = TARGETS[backend] if kind in ("overlapped", "one copy") else None
-        title = f"{case}: {what}, {kind}, {_words(backend)}"
-        rows.append(Row(title, ours.median, theirs.median, share.median, share.low, share.high, target=target))
+    for name in ours:
+        rows.append(_timing_row(case, by_rank, name, TORCH, only_update))
+        if name.split("/")[1] in ("overlapped", "alone"):
+            rows.append(_timing_row(case, by_rank, name, TORCH_VIEWS, only_update))
     if not only_update:
-        rows.append(_state_row(case, by_rank, names[1]))
+        rows.append(_state_row(case, by_rank, ours[0]))
     return rows
+
+
+def _timing_row(case: str, by_rank: list[Any], name: str, other: str, only_update: bool) -> Row:
+    backend, kind = name.split("/")
+    mine, theirs = _samples(by_rank, name), _samples(by_rank, other)
+    share = ratio(mine, theirs)
+    against = ", against bucket views" if other == TORCH_VIEWS else ""
+    title = f"{case}: {'update' if only_update else 'step'}, {kind}, {_words(backend)}{against}"
+    target = TARGETS[backend] if kind in ("overlapped", "one copy") else None
+    return Row(title, mine.median, theirs.median, share.median, share.low, share.high, target=target)
 
 
 def _words(backend: str) -> str:
@@ -186,13 +198,19 @@ def _state_row(case: str, by_rank: list[Any], name: str) -> Row:
     return Row(f"{case}: state, largest rank", max(ours) / 1e6, max(theirs) / 1e6, share, share, share, unit="MB", note=note)
 
 
-def _memory_row(case: str, name: str) -> Row:
+def _memory_rows(case: str, names: list[str]) -> list[Row]:
     held = {
-        one: statistics.mean(ranks.run(2, "bench.zero:weigh_case", {"case": case, "name": one})) for one in (name, TORCH)
+        one: statistics.mean(ranks.run(2, "bench.zero:weigh_case", {"case": case, "name": one}))
+        for one in (TORCH, TORCH_VIEWS, *names)
     }
-    share = held[name] / held[TORCH]
-    title = f"{case}: peak memory, {name.split('/')[1]}, {_words(name.split('/')[0])}"
-    return Row(title, held[name] / 1e6, held[TORCH] / 1e6, share, share, share, unit="MB", target=1.0)
+    rows = []
+    for name in names:
+        title = f"{case}: peak memory, {name.split('/')[1]}, {_words(name.split('/')[0])}"
+        for other, against in ((TORCH, ""), (TORCH_VIEWS, ", against bucket views")):
+            share = held[name] / held[other]
+            row = Row(title + against, held[name] / 1e6, held[other] / 1e6, share, share, share, unit="MB", target=1.0)
+            rows.append(row)
+    return rows
 
 
 def measure(cases: list[str], num_rounds: int, with_memory: bool) -> Result:
@@ -204,7 +222,7 @@ def measure(cases: list[str], num_rounds: int, with_memory: bool) -> Result:
         if case != LOPSIDED.name:
             result.rows += _timing_rows(case, backends, num_rounds, only_update=True)
         if with_memory and case != LOPSIDED.name:
-            result.rows += [_memory_row(case, f"{backend}/overlapped") for backend in backends]
+            result.rows += _memory_rows(case, [f"{backend}/overlapped" for backend in backends])
     return result
 
 
