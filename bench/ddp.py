@@ -1,15 +1,16 @@
 """How long does a training step take under phalanx's DistributedDataParallel, compared with torch's?
 
-Two ranks, each with one compute thread. Every contender trains its own copy of the model on the same data, in
-the same processes, a block of steps in turn: the model alone (no communication), torch's DDP on gloo, ours on
-gloo, and ours on shared memory. *Above compute* is the time a step takes beyond the model alone. Peak memory is
-measured in processes of their own, from before the model was built.
+Two ranks, each with one compute thread. Every contender trains its own copy of the model on the same data, in two
+processes of its own, a block of steps in turn while the others sleep: the model alone (no communication), torch's DDP on
+gloo, ours on gloo, and ours on shared memory. Ours sets the C library's heap so that a step takes fewer page faults; rows
+with a *plain heap* are ours without that (PHALANX_KEEP_FREED=0), which is what torch's processes have. *Above compute* is
+the time a step takes beyond the model alone with the same heap. Peak memory is measured from before the model was built.
 """
 
 from __future__ import annotations
 
+import os
 import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -19,71 +20,74 @@ from torch import nn
 
 import phalanx
 from bench import ranks
-from bench.measure import Samples, Weighing, interleave, ratio, steps_in_a_block, warm_up
+from bench.measure import Samples, Weighing, ratio, warm_up
 from bench.models import CASES, SIZES, Case
 from bench.table import Result, Row, options, present
+from bench.turns import Turns, team_samples
+from phalanx.comm.heap import SWITCH, keep_freed_memory
 from phalanx.launch.worker import Worker
 
-ALONE, TORCH, OURS_GLOO, OURS_SHM = "alone", "torch", "phalanx on gloo", "phalanx"
+ALONE, ALONE_KEPT, TORCH = "alone", "alone, heap kept", "torch"
+OURS_GLOO, OURS_SHM = "phalanx on gloo", "phalanx"
+PLAIN = {OURS_GLOO: "phalanx on gloo, plain heap", OURS_SHM: "phalanx, plain heap"}
 BLOCK_S = 0.2
+TEAM = 2
 
 
 def _case(name: str) -> Case:
     return (CASES | SIZES)[name]
 
 
-def wrap(contender: str, model: nn.Module, bucket_view: bool) -> nn.Module:
+def _backend(contender: str) -> str:
+    return "phalanx" if contender in (OURS_SHM, PLAIN[OURS_SHM]) else "gloo"
+
+
+def wrap(contender: str, model: nn.Module, bucket_view: bool, group: Any) -> nn.Module:
     """The model as the contender trains it."""
-    if contender == ALONE:
+    if contender not in (ALONE, TORCH, *PLAIN.values()):
+        os.environ.pop(SWITCH, None)
+    if contender in (ALONE, ALONE_KEPT):
+        keep_freed_memory(os.environ)
         return model
     if contender == TORCH:
         # Torch must be told of outputs it cannot see; all our cases use every parameter.
-        return nn.parallel.DistributedDataParallel(
-            model, process_group=dist.new_group(backend="gloo"), gradient_as_bucket_view=bucket_view
-        )
-    backend = "phalanx" if contender == OURS_SHM else "gloo"
-    group = dist.new_group(backend=backend)
+        return nn.parallel.DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=bucket_view)
     return phalanx.DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=bucket_view)
 
 
-def stepper(case: Case, contender: str, rank: int, bucket_view: bool) -> tuple[nn.Module, Callable[[], None]]:
+def stepper(
+    case: Case, contender: str, rank: int, bucket_view: bool, group: Any = None
+) -> tuple[nn.Module, Callable[[], None]]:
     """A model and a function that trains it for one step on data that every contender sees."""
     torch.manual_seed(0)
-    model = wrap(contender, case.build(), bucket_view)
+    group = group or dist.new_group(backend=_backend(contender))
+    model = wrap(contender, case.build(), bucket_view, group)
     optimizer = case.optimizer(list(model.parameters()))
     return model, case.training(model, optimizer, rank)
 
 
-def time_case(worker: Worker, case: str, num_rounds: int, shared_memory: bool, bucket_view: bool) -> Any:
-    """On each rank: milliseconds a step by contender and round, and whether ours and torch's still agree."""
+def time_case(worker: Worker, case: str, size: int, names: list[str], num_rounds: int, bucket_view: bool) -> Any:
+    """On each rank, which is one contender's: milliseconds by round, and whether its model is still like torch's."""
     torch.set_num_threads(1)
-    names = [ALONE, TORCH, OURS_GLOO, *([OURS_SHM] if shared_memory else [])]
-    built = {name: stepper(_case(case), name, worker.rank, bucket_view) for name in names}
-    steps = {name: step for name, (_, step) in built.items()}
-    num_steps = _warmed_up(steps[TORCH])
-    for name in names:
-        if name != TORCH:
-            for _ in range(num_steps + 3):
-                steps[name]()
-    samples = interleave(steps, num_rounds, num_steps, dist.barrier)
-    agree = all(_close(built[TORCH][0], built[name][0]) for name in names[2:])
-    return {"ms": {name: found.ms for name, found in samples.items()}, "agree": agree}
-
-
-def _warmed_up(step: Callable[[], None]) -> int:
-    for _ in range(2):
+    turns = Turns(worker.rank, size, names, [_backend(name) for name in names])
+    model, step = stepper(_case(case), turns.name, turns.place, bucket_view, turns.group)
+    for _ in range(3):
         step()
-    started = time.perf_counter()
-    step()
-    num_steps = steps_in_a_block(time.perf_counter() - started, BLOCK_S)
-    for _ in range(num_steps):
+    num_steps = turns.steps_in_a_block(TORCH, step, BLOCK_S)
+    if turns.name != TORCH:
         step()
-    return num_steps
+        step()
+    ms = turns.interleave(step, num_rounds, num_steps)
+    agrees = _is_close(model, size * names.index(TORCH))
+    return {"name": turns.name, "ms": ms, "agrees": agrees or turns.name in (ALONE, ALONE_KEPT)}
 
 
-def _close(first: nn.Module, second: nn.Module) -> bool:
-    pairs = zip(first.parameters(), second.parameters(), strict=True)
-    return all(torch.allclose(a, b, rtol=1e-3, atol=1e-4) for a, b in pairs)
+def _is_close(model: nn.Module, source: int) -> bool:
+    """Whether the parameters are those of rank `source`, but for rounding. All ranks ask at once."""
+    mine = nn.utils.parameters_to_vector(model.parameters()).detach()
+    theirs = mine.clone()
+    dist.broadcast(theirs, source)
+    return torch.allclose(mine, theirs, rtol=1e-3, atol=1e-4)
 
 
 def weigh_case(worker: Worker, case: str, contender: str, bucket_view: bool) -> int:
@@ -97,21 +101,20 @@ def weigh_case(worker: Worker, case: str, contender: str, bucket_view: bool) -> 
     return weighing.peak - weighing.before
 
 
-def time_on_ranks(world: int, arguments: dict[str, Any]) -> tuple[dict[str, Samples], bool]:
-    """`time_case` on `world` ranks: milliseconds of the slowest rank, and whether the contenders agree."""
-    by_rank = ranks.run(world, "bench.ddp:time_case", arguments)
-    # A step has ended when its slowest rank has.
-    ms = {
-        name: Samples(tuple(map(max, zip(*(found["ms"][name] for found in by_rank), strict=True))))
-        for name in by_rank[0]["ms"]
-    }
-    return ms, all(found["agree"] for found in by_rank)
+def time_on_ranks(size: int, names: list[str], **arguments: Any) -> tuple[dict[str, Samples], bool]:
+    """`time_case` with `size` ranks a contender: milliseconds of the slowest, and whether the contenders agree."""
+    by_rank = ranks.run(size * len(names), "bench.ddp:time_case", {"size": size, "names": names, **arguments})
+    return {name: team_samples(by_rank, name) for name in names}, all(found["agrees"] for found in by_rank)
 
 
 def _rows(case: str, ms: dict[str, Samples], ours: str) -> list[Row]:
-    whole = ratio(ms[ours], ms[TORCH])
-    rows = [Row(f"{case}: step", ms[ours].median, ms[TORCH].median, whole.median, whole.low, whole.high, target=1.0)]
-    mine, theirs = (Samples(tuple(a - b for a, b in zip(ms[name].ms, ms[ALONE].ms, strict=True))) for name in (ours, TORCH))
+    rows = []
+    for name, kind in ((ours, "step"), (PLAIN[ours], "step, plain heap")):
+        whole = ratio(ms[name], ms[TORCH])
+        target = 1.0 if name == ours else None
+        row = Row(f"{case}: {kind}", ms[name].median, ms[TORCH].median, whole.median, whole.low, whole.high, target=target)
+        rows.append(row)
+    mine, theirs = _above(ms[ours], ms[ALONE_KEPT]), _above(ms[TORCH], ms[ALONE])
     if theirs.median > 0.02 * ms[TORCH].median and min(theirs.ms) > 0:
         above = ratio(mine, theirs)
         rows.append(
@@ -128,10 +131,14 @@ def _rows(case: str, ms: dict[str, Samples], ours: str) -> list[Row]:
     return rows
 
 
+def _above(whole: Samples, compute: Samples) -> Samples:
+    return Samples(tuple(a - b for a, b in zip(whole.ms, compute.ms, strict=True)))
+
+
 def _memory_rows(case: str, contenders: list[str], bucket_view: bool) -> list[Row]:
     held = {
         name: statistics.mean(
-            ranks.run(2, "bench.ddp:weigh_case", {"case": case, "contender": name, "bucket_view": bucket_view})
+            ranks.run(TEAM, "bench.ddp:weigh_case", {"case": case, "contender": name, "bucket_view": bucket_view})
         )
         for name in (TORCH, *contenders)
     }
@@ -156,14 +163,10 @@ def main() -> None:
     results = [Result("ddp", __doc__.splitlines()[0], best, TORCH)]
     if shared_memory:
         results.append(Result("ddp-gloo", "The same step with both sides on gloo.", OURS_GLOO, TORCH))
+    names = [ALONE, ALONE_KEPT, TORCH, *(name for result in results for name in (result.ours, PLAIN[result.ours]))]
+    rounds = 3 if parsed.quick else parsed.rounds
     for case in parsed.case or CASES:
-        arguments = {
-            "case": case,
-            "num_rounds": 3 if parsed.quick else parsed.rounds,
-            "shared_memory": shared_memory,
-            "bucket_view": view,
-        }
-        ms, agree = time_on_ranks(2, arguments)
+        ms, agree = time_on_ranks(TEAM, names, case=case, num_rounds=rounds, bucket_view=view)
         for result in results:
             result.rows += _rows(case, ms, result.ours)
             if not agree:

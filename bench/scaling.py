@@ -19,15 +19,8 @@ RANKS = (1, 2, 4, 8)
 
 def compare(case: str, world: int, num_rounds: int) -> Row:
     """One row: the step of `case` on `world` ranks."""
-    shared_memory = "phalanx" in dist.Backend.backend_list
-    arguments = {
-        "case": case,
-        "num_rounds": num_rounds,
-        "shared_memory": shared_memory,
-        "bucket_view": False,
-    }
-    ms, agree = time_on_ranks(world, arguments)
-    ours = OURS_SHM if shared_memory else OURS_GLOO
+    ours = OURS_SHM if "phalanx" in dist.Backend.backend_list else OURS_GLOO
+    ms, agree = time_on_ranks(world, [TORCH, ours], case=case, num_rounds=num_rounds, bucket_view=False)
     found = ratio(ms[ours], ms[TORCH])
     return Row(
         f"{case} on {world} rank{'s' if world > 1 else ''}",

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import os
 import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -26,10 +25,10 @@ from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
 
 import phalanx
 from bench import ranks
-from bench.measure import Samples, Weighing, ratio, warm_up
+from bench.measure import Weighing, ratio, warm_up
 from bench.models import CASES, Batch, Case
 from bench.table import Result, Row, options, present
-from bench.turns import TEAM, Turns
+from bench.turns import Turns, team_samples
 from phalanx.comm.heap import SWITCH
 from phalanx.launch.worker import Worker
 from phalanx.zero import ZeroRedundancyOptimizer
@@ -41,6 +40,7 @@ UNKEPT = "overlapped, plain heap"
 MODELS = ("gpt-5m", "gpt-30m")
 TARGETS = {"phalanx": 0.6, "gloo": 0.85}
 BLOCK_S = 0.2
+TEAM = 2
 
 Step = Callable[[], None]
 
@@ -111,27 +111,13 @@ def _backend(name: str) -> str:
 def time_case(worker: Worker, case: str, names: list[str], num_rounds: int, only_update: bool) -> Any:
     """On each rank, which is one contender's: milliseconds by round, and the bytes of state."""
     torch.set_num_threads(1)
-    turns = Turns(worker.rank, names, [_backend(name) for name in names])
+    turns = Turns(worker.rank, TEAM, names, [_backend(name) for name in names])
     optimizer, step, update = contender(turns.name, _case(case), turns.place, turns.group)
     for _ in range(3):
         step()
     timed = update if only_update else step
-    num_steps = 0
-
-    def size_up() -> None:
-        nonlocal num_steps
-        num_steps = _num_steps(timed)
-
-    turns.take([TORCH], size_up)
-    ms = turns.interleave(timed, num_rounds, turns.agree(TORCH, num_steps))
+    ms = turns.interleave(timed, num_rounds, turns.steps_in_a_block(TORCH, timed, BLOCK_S))
     return {"name": turns.name, "ms": ms, "state": _state_bytes(optimizer)}
-
-
-def _num_steps(step: Step) -> int:
-    started = time.perf_counter()
-    for _ in range(2):
-        step()
-    return max(1, round(2 * BLOCK_S / (time.perf_counter() - started)))
 
 
 def _state_bytes(optimizer: Any) -> int:
@@ -149,15 +135,6 @@ def weigh_case(worker: Worker, case: str, name: str) -> int:
         for _ in range(6):
             step()
     return weighing.peak - weighing.before
-
-
-def _of(by_rank: list[Any], name: str) -> list[Any]:
-    return [found for found in by_rank if found["name"] == name]
-
-
-def _samples(by_rank: list[Any], name: str) -> Samples:
-    # A step has ended when its slowest rank has.
-    return Samples(tuple(map(max, zip(*(found["ms"] for found in _of(by_rank, name)), strict=True))))
 
 
 def _timing_rows(case: str, backends: list[str], num_rounds: int, only_update: bool) -> list[Row]:
@@ -178,7 +155,7 @@ def _timing_rows(case: str, backends: list[str], num_rounds: int, only_update: b
 
 def _timing_row(case: str, by_rank: list[Any], name: str, other: str, only_update: bool) -> Row:
     backend, kind = name.split("/")
-    mine, theirs = _samples(by_rank, name), _samples(by_rank, other)
+    mine, theirs = team_samples(by_rank, name), team_samples(by_rank, other)
     share = ratio(mine, theirs)
     against = ", against bucket views" if other == TORCH_VIEWS else ""
     title = f"{case}: {'update' if only_update else 'step'}, {kind}, {_words(backend)}{against}"
@@ -191,7 +168,7 @@ def _words(backend: str) -> str:
 
 
 def _state_row(case: str, by_rank: list[Any], name: str) -> Row:
-    ours, theirs = ([found["state"] for found in _of(by_rank, one)] for one in (name, TORCH))
+    ours, theirs = ([found["state"] for found in by_rank if found["name"] == one] for one in (name, TORCH))
     mean = sum(ours) / len(ours)
     note = f"largest rank over the mean: ours {max(ours) / mean:.3f}, torch {max(theirs) * len(theirs) / sum(theirs):.3f}"
     share = max(ours) / max(theirs)
