@@ -59,12 +59,14 @@ class Leads:
 
     def all_reduce(self, tensor: torch.Tensor, reduction: Reduction, timeout: timedelta) -> None:
         """Replace `tensor` by the reduction over hosts, in the order of the hosts."""
-        slices = self._reduce_slices(tensor, reduction, timeout)
+        # Nobody need acknowledge the slices: who answers with its result has received them.
+        slices, sent = self._reduce_slices(tensor, reduction, timeout, acknowledge=False)
         self._gather_slices(slices, timeout)
+        del sent
 
     def reduce(self, tensor: torch.Tensor, root: int, reduction: Reduction, timeout: timedelta) -> None:
         """Replace `tensor` on the lead of host `root` by the reduction over hosts; the others' is undefined."""
-        slices = self._reduce_slices(tensor, reduction, timeout)
+        slices, _ = self._reduce_slices(tensor, reduction, timeout)
         nothing = tensor.new_empty(0)
         received = slices if root == self.host else [nothing] * self.num_hosts
         given = [slices[self.host] if other == root else nothing for other in range(self.num_hosts)]
@@ -85,27 +87,37 @@ class Leads:
         self._gather_slices(slices, timeout)
 
     def exchange(
-        self, received: Sequence[torch.Tensor], given: Sequence[torch.Tensor], timeout: timedelta
-    ) -> None:
-        """Fill `received[h]` with what host h has in `given[host]`; of any sizes. Both may be used afterwards."""
+        self,
+        received: Sequence[torch.Tensor],
+        given: Sequence[torch.Tensor],
+        timeout: timedelta,
+        acknowledge: bool = True,
+    ) -> Sequence[Any]:
+        """Fill `received[h]` with what host h has in `given[host]`; of any sizes.
+
+        Both may be used afterwards. Without `acknowledge`, which all hosts must leave out alike, `given` may not before it
+        is known to have arrived; until then the caller keeps what is returned.
+        """
         sources = [host for host in self._others if received[host].numel()]
         targets = [host for host in self._others if given[host].numel()]
         deadline = time.monotonic() + timeout.total_seconds()
         try:
             # Expected before anything is sent: what is expected goes out at once.
-            answers = [self._gloo.recv([self._byte.clone()], host, _RECEIVED) for host in targets]
+            expected = targets if acknowledge else []
+            answers = [self._gloo.recv([self._byte.clone()], host, _RECEIVED) for host in expected]
             arrivals = [self._expect(as_bytes(received[host]), host) for host in sources]
             # Kept until they have arrived: gloo forgets a message with its work.
             sent = [self._dispatch(as_bytes(given[host]), host) for host in targets]
             for host, parts in zip(sources, arrivals, strict=True):
                 for part in reversed(parts):
                     part.wait(_until(deadline))
-                self._acknowledged[host] = self._gloo.send([self._byte], host, _RECEIVED)
+                if acknowledge:
+                    self._acknowledged[host] = self._gloo.send([self._byte], host, _RECEIVED)
             for answer in answers:
                 answer.wait(_until(deadline))
-            del sent
         except RuntimeError as error:
             raise LeadsError(str(error)) from error
+        return sent
 
     def _expect(self, data: torch.Tensor, host: int) -> list[Any]:
         """The works of a message that is to arrive in `data`, the last to arrive last."""
@@ -131,17 +143,17 @@ class Leads:
         return [tensor[host * width : (host + 1) * width] for host in range(self.num_hosts)]
 
     def _reduce_slices(
-        self, tensor: torch.Tensor, reduction: Reduction, timeout: timedelta
-    ) -> list[torch.Tensor]:
-        """The slices of `tensor`, that of this host reduced over all hosts."""
+        self, tensor: torch.Tensor, reduction: Reduction, timeout: timedelta, acknowledge: bool = True
+    ) -> tuple[list[torch.Tensor], Sequence[Any]]:
+        """The slices of `tensor`, that of this host reduced over all hosts, and what `exchange` returned."""
         slices = self._slices(tensor)
         mine = slices[self.host]
         room = self._scratch.take(len(self._others) * mine.numel() * mine.dtype.itemsize).view(mine.dtype)
         sources = list(room.view(len(self._others), mine.numel()).unbind())
         sources.insert(self.host, mine)
-        self.exchange(sources, slices, timeout)
+        sent = self.exchange(sources, slices, timeout, acknowledge)
         reduce_into(mine, sources, reduction)
-        return slices
+        return slices, sent
 
     def _gather_slices(self, slices: Sequence[torch.Tensor], timeout: timedelta) -> None:
         """Give all hosts the slice of each."""
