@@ -10,7 +10,6 @@ the time a step takes beyond the model alone with the same heap. Peak memory is 
 from __future__ import annotations
 
 import os
-import statistics
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +23,7 @@ from bench.measure import Samples, Weighing, ratio, warm_up
 from bench.models import CASES, SIZES, Case
 from bench.table import Result, Row, options, present
 from bench.turns import Turns, team_samples
+from bench.weight import memory_row, weigh
 from phalanx.comm.heap import SWITCH, keep_freed_memory
 from phalanx.launch.worker import Worker
 
@@ -136,18 +136,9 @@ def _above(whole: Samples, compute: Samples) -> Samples:
 
 
 def _memory_rows(case: str, contenders: list[str], bucket_view: bool) -> list[Row]:
-    held = {
-        name: statistics.mean(
-            ranks.run(TEAM, "bench.ddp:weigh_case", {"case": case, "contender": name, "bucket_view": bucket_view})
-        )
-        for name in (TORCH, *contenders)
-    }
-    rows = []
-    for ours in contenders:
-        mine, theirs = held[ours] / 1e6, held[TORCH] / 1e6
-        share = mine / theirs
-        rows.append(Row(f"{case}: peak memory", mine, theirs, share, share, share, unit="MB", target=1.0))
-    return rows
+    arguments = {"case": case, "bucket_view": bucket_view}
+    held = {name: weigh(TEAM, "bench.ddp:weigh_case", arguments | {"contender": name}) for name in (TORCH, *contenders)}
+    return [memory_row(f"{case}: peak memory", held[ours], held[TORCH]) for ours in contenders]
 
 
 def main() -> None:

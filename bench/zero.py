@@ -14,7 +14,6 @@ memory that both ranks share counted half in each. DeepSpeed is left out unless 
 from __future__ import annotations
 
 import os
-import statistics
 from collections.abc import Callable
 from typing import Any
 
@@ -29,6 +28,7 @@ from bench.measure import Weighing, ratio, warm_up
 from bench.models import CASES, Batch, Case
 from bench.table import Result, Row, options, present
 from bench.turns import Turns, team_samples
+from bench.weight import memory_row, weigh
 from phalanx.comm.heap import SWITCH
 from phalanx.launch.worker import Worker
 from phalanx.zero import ZeroRedundancyOptimizer
@@ -176,17 +176,13 @@ def _state_row(case: str, by_rank: list[Any], name: str) -> Row:
 
 
 def _memory_rows(case: str, names: list[str]) -> list[Row]:
-    held = {
-        one: statistics.mean(ranks.run(2, "bench.zero:weigh_case", {"case": case, "name": one}))
-        for one in (TORCH, TORCH_VIEWS, *names)
-    }
+    everybody = (TORCH, TORCH_VIEWS, *names)
+    held = {name: weigh(TEAM, "bench.zero:weigh_case", {"case": case, "name": name}) for name in everybody}
     rows = []
     for name in names:
         title = f"{case}: peak memory, {name.split('/')[1]}, {_words(name.split('/')[0])}"
-        for other, against in ((TORCH, ""), (TORCH_VIEWS, ", against bucket views")):
-            share = held[name] / held[other]
-            row = Row(title + against, held[name] / 1e6, held[other] / 1e6, share, share, share, unit="MB", target=1.0)
-            rows.append(row)
+        rows.append(memory_row(title, held[name], held[TORCH]))
+        rows.append(memory_row(f"{title}, against bucket views", held[name], held[TORCH_VIEWS]))
     return rows
 
 
