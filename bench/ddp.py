@@ -9,7 +9,6 @@ the time a step takes beyond the model alone with the same heap. Peak memory is 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -24,7 +23,6 @@ from bench.models import CASES, SIZES, Case
 from bench.table import Result, Row, options, present
 from bench.turns import Turns, team_samples
 from bench.weight import memory_row, weigh
-from phalanx.comm.heap import SWITCH, keep_freed_memory
 from phalanx.launch.worker import Worker
 
 ALONE, ALONE_KEPT, TORCH = "alone", "alone, heap kept", "torch"
@@ -43,11 +41,10 @@ def _backend(contender: str) -> str:
 
 
 def wrap(contender: str, model: nn.Module, bucket_view: bool, group: Any) -> nn.Module:
-    """The model as the contender trains it."""
+    """The model as the contender trains it, in a process with the heap that it trains with."""
     if contender not in (ALONE, TORCH, *PLAIN.values()):
-        os.environ.pop(SWITCH, None)
+        ranks.keep_freed()
     if contender in (ALONE, ALONE_KEPT):
-        keep_freed_memory(os.environ)
         return model
     if contender == TORCH:
         # Torch must be told of outputs it cannot see; all our cases use every parameter.

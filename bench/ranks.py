@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from phalanx.comm.heap import SWITCH
+from phalanx.comm.heap import SWITCH, keep_freed_memory
 from phalanx.launch.agent import LaunchSettings, launch
 from phalanx.launch.rundir import RunDirectory
 from phalanx.launch.worker import Worker, init
@@ -46,6 +46,12 @@ def run(nproc: int, function: str, arguments: dict[str, Any], tracing: str | Non
         if outcome.signal is not None:
             sys.exit(outcome.exitcode)
         return [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(nproc)]
+
+
+def keep_freed() -> None:
+    """Let this process have the heap that our users have, which `run` takes from all to begin with."""
+    os.environ.pop(SWITCH, None)
+    keep_freed_memory(os.environ)
 
 
 def _pass_on(rank: int, stream: str, line: str) -> None:

@@ -13,7 +13,6 @@ memory that both ranks share counted half in each. DeepSpeed is left out unless 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -29,7 +28,6 @@ from bench.models import CASES, Batch, Case
 from bench.table import Result, Row, options, present
 from bench.turns import Turns, team_samples
 from bench.weight import memory_row, weigh
-from phalanx.comm.heap import SWITCH
 from phalanx.launch.worker import Worker
 from phalanx.zero import ZeroRedundancyOptimizer
 
@@ -90,7 +88,7 @@ def contender(name: str, case: Case, place: int, group: Any) -> tuple[Any, Step,
     else:
         kind = name.split("/")[1]
         if kind != UNKEPT:
-            os.environ.pop(SWITCH, None)
+            ranks.keep_freed()
         wrapped = phalanx.DistributedDataParallel(model, process_group=group)
         optimizer = ZeroRedundancyOptimizer(
             wrapped.parameters(),
