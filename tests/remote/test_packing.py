@@ -44,6 +44,14 @@ def same(first: Any, second: Any) -> bool:
     return bool(first == second)
 
 
+def step_both(packer: Packer, ours: list[Any], plain: optim.Optimizer, theirs: list[Any], number: int) -> None:
+    """One step of each on the same gradients; parameters must be equal to the bit afterwards."""
+    grads = gradients(ours, number)
+    packer.step(dict(zip(ours, grads, strict=True)))
+    step_plainly(plain, dict(zip(theirs, map(Tensor.clone, grads), strict=True)))
+    assert all(map(torch.equal, ours, theirs)), number
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("case", CASES, ids=label)
 def test_parameters_and_state_are_bit_equal_to_the_plain_optimizers(case: Any, dtype: torch.dtype) -> None:
@@ -53,10 +61,7 @@ def test_parameters_and_state_are_bit_equal_to_the_plain_optimizers(case: Any, d
     plain = kind(theirs, **settings)
     packer = Packer(kind(ours, **settings))
     for number in range(12):
-        grads = gradients(ours, number)
-        packer.step(dict(zip(ours, grads, strict=True)))
-        step_plainly(plain, dict(zip(theirs, map(Tensor.clone, grads), strict=True)))
-        assert all(map(torch.equal, ours, theirs)), number
+        step_both(packer, ours, plain, theirs, number)
     packer.unpack()
     assert same(packer.optimizer.state_dict(), plain.state_dict())
 
@@ -186,10 +191,7 @@ def test_momentum_that_is_set_to_0_in_one_group_leaves_its_buffer_alone(dampenin
         momentum = 0.0 if 3 <= number < 6 else 0.9
         for optimizer in made:
             optimizer.param_groups[0]["momentum"] = momentum
-        grads = gradients(ours, number)
-        packer.step(dict(zip(ours, grads, strict=True)))
-        step_plainly(plain, dict(zip(theirs, map(Tensor.clone, grads), strict=True)))
-        assert all(map(torch.equal, ours, theirs)), number
+        step_both(packer, ours, plain, theirs, number)
     packer.unpack()
     assert same(packer.optimizer.state_dict(), plain.state_dict())
 
