@@ -27,7 +27,7 @@ from ..shm.reduction import Reduction, reduce_into
 from .scratch import Scratch
 
 _DATA, _END, _RECEIVED = 0, 1, 2  # what a message is, as gloo's tag
-_LONG_BYTES = 512  # a message up to this size arrives whole
+_LONG_BYTES = 512  # up to this size a message fits a packet, and as good as never arrives in parts
 _SHORTEST = timedelta(milliseconds=1)
 # Below this a broadcast goes from its root to everybody at once: one message each, and nothing to relay.
 _MANY_BYTES = 1 << 16

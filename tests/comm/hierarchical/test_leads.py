@@ -14,6 +14,7 @@ import torch.distributed as dist
 from phalanx.comm.hierarchical.leads import Leads, LeadsError
 from phalanx.comm.hierarchical.scratch import Scratch
 from phalanx.comm.shm.memory import process_memory
+from phalanx.comm.shm.reduction import Reduction
 from tests.cluster import run_ranks
 
 _LIMIT_S = 30.0
@@ -22,7 +23,7 @@ _SOON_S = 2.0
 
 
 def exchange_and_cut(rank: int, world: int, num_bytes: int, seeds: range) -> list[str]:
-    """In many pairs of leads, each cut once by one of the two: what became of the exchange, and that it was soon."""
+    """In many groups of leads, each cut by one of them at some moment: what became of the exchange, and that it was soon."""
     store = dist.distributed_c10d._get_default_store()
     outcomes = []
     for seed in seeds:
@@ -54,6 +55,25 @@ def exchange_and_cut(rank: int, world: int, num_bytes: int, seeds: range) -> lis
 def test_nobody_is_left_waiting_when_a_connection_is_cut(world: int, num_cuts: int) -> None:
     outcomes = run_ranks(world, exchange_and_cut, 16_000_000, range(num_cuts), timeout_s=100)
     assert "raised" in outcomes[0], "no exchange was interrupted"
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_sums_follow_each_other_without_mixing(world: int) -> None:
+    run_ranks(world, reduce_again_and_again, [1, 2, 3, 1000, 70_001, 1_000_003])
+
+
+def reduce_again_and_again(rank: int, world: int, sizes: list[int]) -> None:
+    """One tensor, all-reduced and written anew at once: what is still on its way must not see that."""
+    store = dist.PrefixStore("leads", dist.distributed_c10d._get_default_store())
+    leads = Leads(store, rank, world, timedelta(seconds=_LIMIT_S), Scratch(process_memory()))
+    for size in sizes:
+        tensor = torch.empty(size)
+        for turn in range(8):
+            tensor.fill_(turn + rank)
+            leads.all_reduce(tensor, Reduction.SUM, timedelta(seconds=_LIMIT_S))
+            assert bool((tensor == sum(turn + other for other in range(world))).all()), (size, turn)
+    dist.barrier()
+    leads.cut()
 
 
 def test_exchanges_of_all_sizes_arrive_whole() -> None:
