@@ -23,6 +23,9 @@ LAYERS = [
     "comm",
     "optim",
     "ddp",
+    "zero.partition",
+    "zero.state",
+    "zero.overlap",
     "zero",
     "remote",
     "compile",
@@ -56,6 +59,9 @@ IMPURE = (
     "subprocess",
     "socket",
 )
+
+# Inside these no module imports, however indirectly, a module that imports it.
+LADDERS = ("zero",)
 
 NAMELESS = {"utils", "util", "common", "helpers", "helper", "misc"}
 MAX_LINES = 500
@@ -162,6 +168,25 @@ def test_imports_go_one_way(module: str) -> None:
     assert not _layering_faults(path.read_text(), module, path.name == "__init__.py")
 
 
+def _cycle(imports: dict[str, set[str]]) -> list[str]:
+    """Modules that import each other in a circle, or none: what is left when whoever imports nobody is taken away."""
+    left = dict(imports)
+    while free := [name for name, targets in left.items() if not targets & left.keys() - {name}]:
+        for name in free:
+            del left[name]
+    return sorted(left)
+
+
+@pytest.mark.parametrize("room", LADDERS)
+def test_files_form_a_ladder(room: str) -> None:
+    imports = {}
+    for name in (name for name in LAYERED if _within(name, (room,))):
+        touched = _touched_names(MODULES[name].read_text(), name, MODULES[name].name == "__init__.py")
+        below = (target.removeprefix("phalanx.") for _, target in touched if target.startswith("phalanx."))
+        imports[name] = {found for target in below if (found := _within(target, LAYERED))}
+    assert not _cycle(imports)
+
+
 @pytest.mark.parametrize("module", MODULES)
 def test_nothing_that_phalanx_replaces_is_used(module: str) -> None:
     assert not _forbidden_faults(MODULES[module].read_text(), module)
@@ -208,6 +233,11 @@ def test_no_file_is_longer_than_it_may_be() -> None:
 )
 def test_the_layering_check_sees(module: str, source: str, caught: bool) -> None:
     assert bool(_layering_faults(source, module)) is caught
+
+
+def test_the_check_for_circles_sees() -> None:
+    assert _cycle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["a", "b", "c"]
+    assert not _cycle({"a": {"b", "c"}, "b": {"c"}, "c": set()})
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from ..errors import ReductionError
-from .engine import Transport
+from .state.sharded_optimizer import Transport
 
 
 def clip_gradients(

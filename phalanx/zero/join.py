@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 from torch.distributed.algorithms.join import JoinHook
 
-if TYPE_CHECKING:
-    from .optimizer import ZeroRedundancyOptimizer
+from ..ddp.module import DistributedDataParallel
 
 
 class ShadowStep(JoinHook):
-    """Steps this rank's part whenever the ranks still training step theirs."""
+    """Calls `step`, which steps this rank's part, whenever the ranks still training step theirs."""
 
-    def __init__(self, zero: ZeroRedundancyOptimizer) -> None:
+    def __init__(self, step: Callable[[], None], wrapper: DistributedDataParallel | None) -> None:
         super().__init__()
-        self._zero = zero
-
-        self._wrapper = zero.wrapper
-        if self._wrapper is not None:
-            self._wrapper.reducer.shadow_takes = True
+        self._step = step
+        self._wrapper = wrapper
+        if wrapper is not None:
+            wrapper.reducer.shadow_takes = True
 
     def main_hook(self) -> None:
         # A forward under no_sync() is followed by no step.
         if self._wrapper is None or self._wrapper.require_forward_param_sync:
-            self._zero.shadow_step()
+            self._step()

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
 from ..observe import trace
-from .element import Home
-from .scattered import ScatteredGradient
-
-if TYPE_CHECKING:
-    from .engine import Engine
+from .overlap.placeholder import ScatteredGradient
+from .partition.element import Home
+from .state.sharded_optimizer import Engine
 
 _MIB = 1024 * 1024
 

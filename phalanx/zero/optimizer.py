@@ -21,14 +21,14 @@ from ..ddp.wrappers import known_wrappers
 from ..errors import ConfigError, PhalanxError, ReductionError, StateError
 from . import step_hooks
 from .clipping import clip_gradients, clip_slices
-from .element import Home
-from .engine import Engine, Transport
 from .join import ShadowStep
-from .kinds import Choice, check_class, choose_partition
-from .loading import check_states, check_structure, install
 from .memory import MemoryReport, report_memory
-from .overlap import Overlap
-from .roster import check_params
+from .overlap.overlap import Overlap
+from .partition.element import Home
+from .partition.kinds import Choice, check_class, choose_partition
+from .partition.param_table import check_params
+from .state.loading import check_states, check_structure, install
+from .state.sharded_optimizer import Engine, Transport
 
 
 class NotConsolidated(PhalanxError, RuntimeError):
@@ -250,7 +250,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
 
         Nothing is gathered or copied: save it before the next step.
         """
-        from .sharded import save_form  # torch.distributed.checkpoint takes long to import
+        from .state.checkpoint import save_form  # torch.distributed.checkpoint takes long to import
 
         return save_form(self._engine, self.param_groups)
 
@@ -260,7 +260,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         `checkpoint` is a folder or a `torch.distributed.checkpoint.StorageReader`; `prefix` is the key in the saved dict,
         with dots between several. A checkpoint that does not fit raises StateError and changes nothing.
         """
-        from .sharded import Loading
+        from .state.checkpoint import Loading
 
         options = Loading(self._engine, checkpoint, prefix).run(self.param_groups)
         for group, loaded in zip(self.param_groups, options, strict=True):
@@ -315,7 +315,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """What a rank does that has run out of inputs: it goes on stepping its part."""
-        return ShadowStep(self)
+        return ShadowStep(self.shadow_step, self.wrapper)
 
     @property
     def join_device(self) -> torch.device:

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import phalanx
 from phalanx.comm import hooks
 from phalanx.zero import ZeroRedundancyOptimizer, hook_with_zero_step, hook_with_zero_step_interleaved
-from phalanx.zero.scatter import ScatterReduction
+from phalanx.zero.overlap.reduce_scatter import ScatterReduction
 from tests.cluster import run_ranks
 from tests.zero.cases import Given, differing, mean_gradients, own_gradients, sample, set_gradients
 

@@ -15,7 +15,7 @@ from torch import optim
 import phalanx
 from phalanx.errors import StateError
 from phalanx.zero import ZeroRedundancyOptimizer
-from phalanx.zero.sharded import ShardedLeaf
+from phalanx.zero.state.checkpoint import ShardedLeaf
 from tests.cluster import run_ranks
 from tests.zero.cases import Given, differing, mean_gradients, sample, set_gradients
 

@@ -15,7 +15,8 @@ from torch import optim
 
 import phalanx
 from phalanx.errors import StateError
-from phalanx.zero import ZeroRedundancyOptimizer, movement
+from phalanx.zero import ZeroRedundancyOptimizer
+from phalanx.zero.state import transfer
 from tests.cluster import run_ranks
 from tests.zero.cases import Given, differing, mean_gradients, sample, set_gradients
 
@@ -80,7 +81,7 @@ def collect_slowly(rank: int, world: int, message_numel: int) -> Any:
             sizes.append(output.numel())
         return gather(output, input)
 
-    with mock.patch.object(movement, "_MESSAGE_NUMEL", message_numel), mock.patch.object(collectives, "all_gather", watch):
+    with mock.patch.object(transfer, "_MESSAGE_NUMEL", message_numel), mock.patch.object(collectives, "all_gather", watch):
         zero.consolidate_state_dict()
     return sizes, zero.state_dict() if rank == 0 else None
 

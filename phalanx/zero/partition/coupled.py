@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from ..comm.collectives import Collectives
-from ..comm.patience import Patience
+from ...comm.collectives import Collectives
+from ...comm.patience import Patience
 from .local import LocalOptimizer
 
 _EVALUATE, _DONE = 1, 0

@@ -22,21 +22,21 @@ from typing import Any
 
 import torch
 
-from ..ddp.bucket import LiveBucket
-from ..ddp.module import DistributedDataParallel
-from ..ddp.reducer import Reducer
-from ..ddp.reduction import AllReduce, HookReduction, Reduction
-from ..ddp.wrappers import known_wrappers, listen
-from ..errors import ConfigError, MismatchError, ReductionError
-from ..plan import BucketCaps, BucketPlan, build_plan
-from ..plan.buckets import DEFAULT_CAP_BYTES
-from .element import ElementPartition, Home, Layout, own_layouts
-from .engine import Engine
-from .kinds import Kind
-from .roster import Roster
-from .scatter import ScatterReduction
-from .scattered import ScatteredGradient
-from .windows import GradientWindows
+from ...ddp.bucket import LiveBucket
+from ...ddp.module import DistributedDataParallel
+from ...ddp.reducer import Reducer
+from ...ddp.reduction import AllReduce, HookReduction, Reduction
+from ...ddp.wrappers import known_wrappers, listen
+from ...errors import ConfigError, MismatchError, ReductionError
+from ...plan import BucketCaps, BucketPlan, build_plan
+from ...plan.buckets import DEFAULT_CAP_BYTES
+from ..partition.element import ElementPartition, Home, Layout, own_layouts
+from ..partition.kinds import Kind
+from ..partition.param_table import Roster
+from ..state.sharded_optimizer import Engine
+from .gradient_shards import GradientWindows
+from .placeholder import ScatteredGradient
+from .reduce_scatter import ScatterReduction
 
 # On a hook that does what happens without it, so that the reduction that scatters may take its place.
 REPLACEABLE = "_phalanx_replaceable"

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from ..comm.collectives import Collectives
-from ..comm.patience import Patience
-from ..plan.shards import Ownership
+from ...comm.collectives import Collectives
+from ...comm.patience import Patience
+from ...plan.shards import Ownership
 from .local import LocalOptimizer
-from .roster import Roster
+from .param_table import Roster
 
 
 @dataclass(frozen=True, slots=True)

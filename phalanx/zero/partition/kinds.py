@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch import optim
 
-from ..errors import ArgumentTypeError, ConfigError
+from ...errors import ArgumentTypeError, ConfigError
 
 _DECLARATION = "_phalanx_elementwise"
 

@@ -21,12 +21,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from ..errors import ArgumentTypeError, StateError
-from ..plan import ParamSpec
-from .engine import Engine
-from .kinds import state_keys
+from ...errors import ArgumentTypeError, StateError
+from ...plan import ParamSpec
+from ..partition.kinds import state_keys
 from .loading import check_keys
-from .slices import Extent, StateSlices
+from .local_state import Extent, StateSlices
+from .sharded_optimizer import Engine
 from .tree import Leaf, Tree, describe, leaves_of, rebuild
 
 _LAYOUT = "layout"

@@ -12,18 +12,18 @@ from typing import Any
 
 import torch
 
-from ..comm.collectives import Collectives
-from ..comm.patience import Patience
-from ..plan.shards import Span
-from .element import ElementPartition, Home, Layout, own_layouts
-from .kinds import Choice, Kind
-from .local import LocalOptimizer
-from .movement import Movement, merge_trees
-from .partition import Partition
-from .roster import Roster
-from .slices import StateSlices, whole
+from ...comm.collectives import Collectives
+from ...comm.patience import Patience
+from ...plan.shards import Span
+from ..partition.element import ElementPartition, Home, Layout, own_layouts
+from ..partition.kinds import Choice, Kind
+from ..partition.local import LocalOptimizer
+from ..partition.param_table import Roster
+from ..partition.parameter import ParameterPartition
+from ..partition.partition import Partition
+from .local_state import StateSlices, whole
+from .transfer import Movement, merge_trees
 from .tree import Tree
-from .whole import ParameterPartition
 
 LayOut = Callable[[Roster], list[Layout]]
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from ..errors import StateError
-from ..plan import ParamSpec
-from .engine import Engine
-from .kinds import StateKeys, state_keys
-from .roster import Roster
-from .storage import flatten
+from ...errors import StateError
+from ...plan import ParamSpec
+from ..partition.kinds import StateKeys, state_keys
+from ..partition.param_table import Roster
+from ..partition.storage import flatten
+from .sharded_optimizer import Engine
 from .tree import describe
 
 

@@ -13,13 +13,13 @@ from typing import Protocol
 
 import torch
 
-from ..comm.collectives import Collectives
-from ..comm.patience import Patience
-from ..ddp.bucket import LiveBucket
-from ..ddp.reducer import Reducer
-from ..ddp.reduction import Mean
-from ..errors import ReductionError
-from ..plan.shards import UNIT, slice_numel
+from ...comm.collectives import Collectives
+from ...comm.patience import Patience
+from ...ddp.bucket import LiveBucket
+from ...ddp.reducer import Reducer
+from ...ddp.reduction import Mean
+from ...errors import ReductionError
+from ...plan.shards import UNIT, slice_numel
 
 # Buckets under way at once. In the first stage nothing but time is lost by waiting, so that backward hardly ever waits
 # for a bucket; in the second each costs memory.

@@ -14,11 +14,11 @@ from math import prod
 
 import torch
 
-from ..comm.collectives import Collectives
-from ..comm.patience import Patience
-from ..plan import ParamSpec
-from ..plan.shards import Move, Ownership, reslice
-from .slices import StateSlices
+from ...comm.collectives import Collectives
+from ...comm.patience import Patience
+from ...plan import ParamSpec
+from ...plan.shards import Move, Ownership, reslice
+from .local_state import StateSlices
 from .tree import Tree, leaves_of
 
 # Elements of one rank's message: the memory of a transfer is (world + 1) messages, whatever the size of the state.

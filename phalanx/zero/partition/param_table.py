@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from ..errors import ArgumentTypeError, ConfigError
-from ..plan import ParamSpec, specs_of
+from ...errors import ArgumentTypeError, ConfigError
+from ...plan import ParamSpec, specs_of
 
 
 def check_params(params: Any) -> list[Any]:

@@ -16,10 +16,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ..comm.collectives import Collectives, Work
-from ..errors import MismatchError, ReductionError
-from ..plan import Bucket, ParamSpec
-from ..plan.shards import Piece, pieces_of, slice_numel
+from ...comm.collectives import Collectives, Work
+from ...errors import MismatchError, ReductionError
+from ...plan import Bucket, ParamSpec
+from ...plan.shards import Piece, pieces_of, slice_numel
 from .storage import ParameterStorage, flatten
 
 # Elements of one piece on a CPU. Optimizers pass over a tensor a dozen times; a piece of this size, with its

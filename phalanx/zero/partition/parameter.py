@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch.autograd.graph import increment_version
 
-from ..comm.collectives import Collectives, Work
-from ..comm.patience import Patience
-from ..observe import trace
-from ..plan.shards import Ownership, greedy_owners, parameter_ownership
+from ...comm.collectives import Collectives, Work
+from ...comm.patience import Patience
+from ...observe import trace
+from ...plan.shards import Ownership, greedy_owners, parameter_ownership
 from .coupled import CoupledStep
 from .local import LocalOptimizer
+from .param_table import Roster
 from .partition import Held, Partition
-from .roster import Roster
 from .storage import ParameterStorage
 
 _SMALL_BYTES = 64 * 1024

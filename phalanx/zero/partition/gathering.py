@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
-from ..comm.collectives import Collectives, Work
-from ..comm.patience import Patience
-from ..observe import trace
+from ...comm.collectives import Collectives, Work
+from ...comm.patience import Patience
+from ...observe import trace
 from .shard import Shard
 
 _NUM_BUFFERS = 2

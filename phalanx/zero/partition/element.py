@@ -13,17 +13,17 @@ from typing import Any
 import torch
 from torch.autograd.graph import increment_version
 
-from ..comm.collectives import Collectives
-from ..comm.one_copy import allocate_one_copy
-from ..comm.patience import Patience
-from ..errors import ConfigError
-from ..observe import trace
-from ..plan import Bucket, BucketCaps, BucketPlan, ParamSpec, build_plan
-from ..plan.shards import Ownership, Span, element_ownership
+from ...comm.collectives import Collectives
+from ...comm.one_copy import allocate_one_copy
+from ...comm.patience import Patience
+from ...errors import ConfigError
+from ...observe import trace
+from ...plan import Bucket, BucketCaps, BucketPlan, ParamSpec, build_plan
+from ...plan.shards import Ownership, Span, element_ownership
 from .gathering import Gathering
 from .local import LocalOptimizer
+from .param_table import Roster
 from .partition import Held, Partition
-from .roster import Roster
 from .shard import Allocate, LivePiece, Shard
 
 # As large as those of DistributedDataParallel: fewer collectives cost less than more overlap gains on one host,

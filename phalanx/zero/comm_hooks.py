@@ -16,7 +16,7 @@ from ..comm.hooks import Hook, allreduce_hook
 from ..ddp.module import DistributedDataParallel
 from ..errors import ArgumentTypeError, ConfigError
 from .optimizer import ZeroRedundancyOptimizer
-from .overlap import REPLACEABLE
+from .overlap.overlap import REPLACEABLE
 
 _TORCH_AVERAGE = ("torch.distributed.algorithms.ddp_comm_hooks.default_hooks", "allreduce_hook")
 

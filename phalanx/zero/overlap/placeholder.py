@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ..errors import ReductionError
+from ...errors import ReductionError
 
 _aten = torch.ops.aten
 

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import torch
 
-from ..errors import MismatchError
-from ..plan import ParamSpec
+from ...errors import MismatchError
+from ...plan import ParamSpec
 
 
 def flatten(tensor: torch.Tensor, spec: ParamSpec) -> torch.Tensor:

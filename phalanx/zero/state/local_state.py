@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from ..plan import ParamSpec
-from .partition import Held
+from ...plan import ParamSpec
+from ..partition.partition import Held
 from .tree import Leaf, Tree, describe, rebuild
 
 

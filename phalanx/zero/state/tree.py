@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from ..errors import StateError
+from ...errors import StateError
 
 Tree = dict[str, Any]
 

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 
 import torch
 
-from ..ddp.bucket import LiveBucket
-from ..errors import ReductionError
-from .engine import Engine
-from .scatter import ScatterReduction
-from .scattered import ScatteredGradient, take_pending
-from .shard import LivePiece, Shard
+from ...ddp.bucket import LiveBucket
+from ...errors import ReductionError
+from ..partition.shard import LivePiece, Shard
+from ..state.sharded_optimizer import Engine
+from .placeholder import ScatteredGradient, take_pending
+from .reduce_scatter import ScatterReduction
 
 # No optimizer has a state of this name.
 _PARKED = "gradient between two divisions"

@@ -1,0 +1,1 @@
+"""Reducing, stepping and gathering during the backward pass of DistributedDataParallel."""

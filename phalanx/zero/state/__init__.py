@@ -1,0 +1,1 @@
+"""The optimizer's state: held by its owners, moved to other owners, loaded and saved."""
