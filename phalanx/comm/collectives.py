@@ -8,24 +8,17 @@ run in the order in which they were started, on every rank the same order.
 from __future__ import annotations
 
 import abc
-from datetime import timedelta
-from typing import Any, Protocol
+from functools import cached_property
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from .failure.board import FailureBoard
+from .failure.waiter import Waiter
+from .work import Work
 
-class Work(Protocol):
-    """A collective under way. c10d's own works satisfy this as they are."""
-
-    def wait(self, timeout: timedelta = ...) -> Any:
-        """Block until the result is in place; raise what went wrong."""
-
-    def is_completed(self) -> bool:
-        """Whether `wait` would return at once."""
-
-    def get_future(self) -> torch.futures.Future[Any]:
-        """The result as a future, for those who chain on it."""
+__all__ = ["Collectives", "Work"]
 
 
 class Collectives(abc.ABC):
@@ -34,7 +27,7 @@ class Collectives(abc.ABC):
     `fuses_scale` says that `all_reduce` and `reduce_scatter` apply `scale` at no extra pass over
     memory; a caller who has to touch the data anyway scales it himself where it is false.
     `names_failures` says that a work's `wait` raises by itself, soon and naming the rank, when a rank
-    dies or stays silent; elsewhere the caller asks the blackboard while it waits. `worthwhile_buckets` is
+    dies or stays silent; elsewhere `Collectives.wait` asks the failure board while it waits. `worthwhile_buckets` is
     into how many buckets at least a model is best cut where nobody asked for a size: several where a
     collective mostly waits, one where it mostly works.
     """
@@ -45,6 +38,28 @@ class Collectives(abc.ABC):
     fuses_scale: bool = False
     names_failures: bool = False
     worthwhile_buckets: int = 2
+
+    # Made when first asked for, because many a `Collectives` is asked for its verbs only: the waiter reads the
+    # group's store and options. Neither refers back to this object, so that it is freed with its last user.
+    @cached_property
+    def _waiter(self) -> Waiter:
+        return Waiter(self.group, self.board, self.names_failures)
+
+    @cached_property
+    def board(self) -> FailureBoard:
+        """Where ranks of this group leave their errors for the others."""
+        return FailureBoard(self.group)
+
+    def wait(self, work: Work, where: str) -> None:
+        """Return when `work` is done. Raises CommunicationError naming the rank at fault.
+
+        `where` says in words what is being waited for, and begins the message.
+        """
+        self._waiter.wait(work, where)
+
+    def wait_future(self, future: torch.futures.Future[Any], where: str) -> Any:
+        """The future's value; its failure is explained as a collective's is."""
+        return self._waiter.wait_future(future, where)
 
     @abc.abstractmethod
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -16,7 +16,6 @@ import torch
 
 from ..errors import CommunicationError, ConfigError
 from .collectives import Collectives
-from .patience import Patience
 
 _NUMBER = 1 << 31
 
@@ -32,14 +31,14 @@ def _host_mark() -> list[int]:
     return [int.from_bytes(digest[at : at + 4], "little") % _NUMBER for at in (0, 4, 8)]
 
 
-def allocate_one_copy(numel: int, dtype: torch.dtype, collectives: Collectives, patience: Patience) -> torch.Tensor:
+def allocate_one_copy(numel: int, dtype: torch.dtype, collectives: Collectives) -> torch.Tensor:
     """A zeroed flat tensor that is the same memory on every rank. Every rank calls it and returns at the same time."""
     num_bytes = max(1, numel * dtype.itemsize)
     fd = _make(num_bytes) if collectives.rank == 0 else -1
     try:
         mine = torch.tensor([*_host_mark(), os.getpid(), fd], dtype=torch.int64)
         everyone = torch.zeros(collectives.world * mine.numel(), dtype=torch.int64)
-        patience.wait(collectives.all_gather(everyone, mine), "finding memory to share")
+        collectives.wait(collectives.all_gather(everyone, mine), "finding memory to share")
         rows = everyone.view(collectives.world, -1).tolist()
         strangers = [rank for rank, row in enumerate(rows) if row[:3] != rows[0][:3]]
         if strangers:
@@ -49,7 +48,7 @@ def allocate_one_copy(numel: int, dtype: torch.dtype, collectives: Collectives, 
             )
         tensor = _mapped(fd, num_bytes) if collectives.rank == 0 else _opened(rows[0][3], rows[0][4], num_bytes)
         # Rank 0 must not close the file before everybody has it.
-        patience.wait(collectives.all_reduce(torch.zeros(1)), "sharing memory")
+        collectives.wait(collectives.all_reduce(torch.zeros(1)), "sharing memory")
     finally:
         if fd >= 0:
             os.close(fd)

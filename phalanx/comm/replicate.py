@@ -11,7 +11,6 @@ import torch
 
 from .collectives import Collectives
 from .pages import zeros_in_pages
-from .patience import Patience
 
 CHUNK_BYTES = 25 * 1024 * 1024
 _ALIGNMENT = 64
@@ -55,7 +54,7 @@ def _windows(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[torch.
 
 @torch.no_grad()
 def replicate(
-    tensors: Sequence[torch.Tensor], collectives: Collectives, patience: Patience, source: int, what: str
+    tensors: Sequence[torch.Tensor], collectives: Collectives, source: int, what: str
 ) -> None:
     """Overwrite `tensors` on every rank by those of rank `source`. Same shapes and dtypes everywhere."""
     wanted = [tensor for tensor in tensors if tensor.numel()]
@@ -63,7 +62,7 @@ def replicate(
         buffer, windows = _windows(chunk)
         if collectives.rank == source:
             torch._foreach_copy_(windows, chunk)
-        patience.wait(collectives.broadcast(buffer, source), f"{what} from rank {source}")
+        collectives.wait(collectives.broadcast(buffer, source), f"{what} from rank {source}")
         if collectives.rank != source:
             # Through .data: an earlier forward may have saved the tensor (BatchNorm does), and its backward is to go
             # on with the values that this writes, which are those of the rank all are to follow.

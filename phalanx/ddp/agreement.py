@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 from ..comm.collectives import Collectives
-from ..comm.patience import Patience
 from ..errors import MismatchError
 from ..plan import BucketPlan
 
@@ -53,13 +52,13 @@ def _first_difference(plans: list[dict[str, Any]], rank: int) -> str:
     return f"rank {rank}: the ranks' settings differ. Give every rank the same arguments."
 
 
-def verify_same(plan: BucketPlan, settings: str, collectives: Collectives, patience: Patience) -> None:
+def verify_same(plan: BucketPlan, settings: str, collectives: Collectives) -> None:
     """Raise MismatchError on every rank unless all have the same plan and the same `settings`."""
     mine = torch.frombuffer(bytearray(bytes.fromhex(plan.hash) + settings.encode().ljust(96)[:96]), dtype=torch.uint8)
     device = _device_of(collectives.group)
     mine = mine.to(device)
     everyone = torch.empty(collectives.world * mine.numel(), dtype=torch.uint8, device=device)
-    patience.wait(collectives.all_gather(everyone, mine), "comparing the models of the ranks")
+    collectives.wait(collectives.all_gather(everyone, mine), "comparing the models of the ranks")
     rows = everyone.view(collectives.world, -1)
     if bool((rows == rows[0]).all()):
         return

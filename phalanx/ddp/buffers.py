@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from ..comm.collectives import Collectives
-from ..comm.patience import Patience
 from ..comm.replicate import replicate
 
 
@@ -55,13 +54,13 @@ class BufferSync:
         chosen = BufferHookLocation.PRE_FORWARD if self.hook is None else self.hook.location
         return location is chosen
 
-    def run(self, collectives: Collectives, patience: Patience, source: int) -> None:
+    def run(self, collectives: Collectives, source: int) -> None:
         """Synchronise now: by the user's hook if there is one, else from rank `source`."""
         named = self.named()
         if not named:
             return
         if self.hook is None:
-            replicate(list(named.values()), collectives, patience, source, "synchronising buffers")
+            replicate(list(named.values()), collectives, source, "synchronising buffers")
             return
         futures = self.hook.hook(self.hook.state, named)
         if futures is not None:

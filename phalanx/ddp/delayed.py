@@ -14,7 +14,6 @@ import torch
 from torch.autograd import Variable
 
 from ..comm.collectives import Collectives, Work
-from ..comm.patience import Patience
 from .frames import untraced
 
 
@@ -26,11 +25,9 @@ class DelayedReduction:
         named: Sequence[tuple[str, torch.nn.Parameter]],
         trigger: torch.nn.Parameter,
         collectives: Collectives,
-        patience: Patience,
     ) -> None:
         self.params = [param for _, param in named]
         self.collectives = collectives
-        self.patience = patience
         self.enabled = True
         self.alone = False
         self._ready = False
@@ -86,7 +83,7 @@ class DelayedReduction:
         """Return when the delayed gradients are averaged."""
         works, self._works = self._works, []
         for work in works:
-            self.patience.wait(work, "reducing delayed parameters")
+            self.collectives.wait(work, "reducing delayed parameters")
 
     def detach(self) -> None:
         self._handle.remove()

@@ -95,7 +95,7 @@ def _on_refused_gradient(reference: Reference, name: str, promise: str, _param: 
     reducer = reference()
     if reducer is not None:
         error = changed_graph(f"rank {reducer.collectives.rank}: step {reducer.step}", name, promise)
-        reducer.patience.board.post_error(error)
+        reducer.collectives.board.post_error(error)
         raise error
 
 

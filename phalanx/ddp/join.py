@@ -23,14 +23,14 @@ def common_rank(ddp: DistributedDataParallel, candidate: bool) -> int:
     mine = ddp.collectives.rank if candidate else -1
     choice = torch.tensor([mine], dtype=torch.int64, device=ddp.device)
     work = dist.all_reduce(choice, op=dist.ReduceOp.MAX, group=ddp.process_group, async_op=True)
-    ddp.patience.wait(work, "agreeing on a rank to synchronise from")
+    ddp.collectives.wait(work, "agreeing on a rank to synchronise from")
     return int(choice.item())
 
 
 def announce_reduction(ddp: DistributedDataParallel, reduces: bool) -> bool:
     """Whether any training rank will reduce its next backward; ranks training and joined call this."""
     flag = torch.tensor([float(reduces)], device=ddp.device)
-    ddp.patience.wait(ddp.collectives.all_reduce(flag), "telling joined ranks about the next backward")
+    ddp.collectives.wait(ddp.collectives.all_reduce(flag), "telling joined ranks about the next backward")
     return bool(flag.item())
 
 
@@ -46,10 +46,10 @@ class ShadowTraining(JoinHook):
     def main_hook(self) -> None:
         ddp = self._ddp
         if ddp.will_sync_module_buffers() and ddp.buffer_sync.due(BufferHookLocation.PRE_FORWARD):
-            ddp.buffer_sync.run(ddp.collectives, ddp.patience, common_rank(ddp, False))
+            ddp.buffer_sync.run(ddp.collectives, common_rank(ddp, False))
         reduces = announce_reduction(ddp, False)
         if ddp.will_sync_module_buffers() and ddp.buffer_sync.due(BufferHookLocation.POST_FORWARD):
-            ddp.buffer_sync.run(ddp.collectives, ddp.patience, common_rank(ddp, False))
+            ddp.buffer_sync.run(ddp.collectives, common_rank(ddp, False))
         # A forward that is not reduced is followed by one that does not synchronise buffers either.
         ddp.require_forward_param_sync = reduces
         if reduces:

@@ -21,7 +21,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..comm.heap import keep_freed_memory
 from ..comm.hooks import adopt_hook, check_hook
-from ..comm.patience import Patience
 from ..comm.replicate import replicate
 from ..comm.torch_backend import collectives_for
 from ..errors import CommunicationError, PhalanxError, ReductionError
@@ -49,7 +48,7 @@ from .wrappers import announce
 
 # Made anew by `_assemble`, so not saved with the wrapper.
 _TRANSIENT = frozenset(
-    "process_group device_mesh collectives patience buffer_sync _reducer _low _frozen _first_plan _hook "
+    "process_group device_mesh collectives buffer_sync _reducer _low _frozen _first_plan _hook "
     "_in_backward_adopted _delayed".split()
 )
 
@@ -144,7 +143,6 @@ class DistributedDataParallel(TorchNames, torch.nn.Module, Joinable):
     def _assemble(self, trigger: torch.nn.Parameter | None) -> None:
         """Everything that is not saved with the wrapper: group, collectives, reducer and their hooks."""
         self.collectives = collectives_for(self.process_group)
-        self.patience = Patience(self.collectives)
         self.buffer_sync = BufferSync(self.module, self.parameters_to_ignore)
         named = list(self.module.named_parameters())
         trained = [(n, p) for n, p in named if p.requires_grad and n not in self.parameters_to_ignore]
@@ -165,15 +163,15 @@ class DistributedDataParallel(TorchNames, torch.nn.Module, Joinable):
                 drop_unused=self.skip_all_reduce_unused_params,
             )
             params = [param for _, param in trained]
-            self._reducer = Reducer(params, self._first_plan, self.collectives, self.patience, options)
+            self._reducer = Reducer(params, self._first_plan, self.collectives, options)
         self._delayed: DelayedReduction | None = None
         if delayed and trigger is not None:
-            self._delayed = DelayedReduction(delayed, trigger, self.collectives, self.patience)
+            self._delayed = DelayedReduction(delayed, trigger, self.collectives)
             self._delayed.alone = self._reducer is None
             if self._reducer is not None:
                 self._reducer.on_flushed.append(self._delayed.launch)
                 self._reducer.on_reduced.append(self._delayed.finish)
-        self.patience.board.announce_uncaught()
+        self.collectives.board.announce_uncaught()
         announce(self)
 
     def _make_plan(self, trained: Sequence[tuple[str, torch.nn.Parameter]]) -> BucketPlan:
@@ -185,7 +183,7 @@ class DistributedDataParallel(TorchNames, torch.nn.Module, Joinable):
 
     def _agree(self, with_buffers: bool) -> None:
         settings = f"views={self.gradient_as_bucket_view} buffers={self.forward_sync_buffers}"
-        verify_same(self._first_plan, settings, self.collectives, self.patience)
+        verify_same(self._first_plan, settings, self.collectives)
         self.replicate_module(0, with_buffers)
 
     def replicate_module(self, source: int, with_buffers: bool = True) -> None:
@@ -194,7 +192,7 @@ class DistributedDataParallel(TorchNames, torch.nn.Module, Joinable):
         tensors: list[torch.Tensor] = [p for n, p in self.module.named_parameters() if n not in ignored]
         if with_buffers:
             tensors += self.buffer_sync.named().values()
-        replicate(tensors, self.collectives, self.patience, source, "replicating the model")
+        replicate(tensors, self.collectives, source, "replicating the model")
 
     @property
     def reducer(self) -> Reducer:
@@ -245,11 +243,11 @@ class DistributedDataParallel(TorchNames, torch.nn.Module, Joinable):
 
     @untraced
     def _post_failure(self, error: Exception) -> None:
-        self.patience.board.post_error(error, " in forward")
+        self.collectives.board.post_error(error, " in forward")
 
     @untraced
     def _before_forward(self, inputs: Any, kwargs: Any) -> tuple[Any, Any]:
-        self.patience.board.retract_failure()
+        self.collectives.board.retract_failure()
         if torch.is_grad_enabled() and self._reducer is not None:
             self._check_frozen()
             self._reducer.check_finished()
@@ -328,7 +326,7 @@ class DistributedDataParallel(TorchNames, torch.nn.Module, Joinable):
     def _sync_buffers(self, location: BufferHookLocation) -> None:
         if self.forward_sync_buffers and self.buffer_sync.due(location) and self.will_sync_module_buffers():
             source = common_rank(self, True) if self._join_config.enable else 0
-            self.buffer_sync.run(self.collectives, self.patience, source)
+            self.buffer_sync.run(self.collectives, source)
 
     # -- what users call around training -------------------------------------------------------
 
@@ -366,7 +364,7 @@ class DistributedDataParallel(TorchNames, torch.nn.Module, Joinable):
                 f"{arguments.name_of(self._hook[1])} is registered already. Wrap the model again for another hook."
             )
         self._hook = (state, hook)
-        self.reducer.use(HookReduction(self.collectives, self.patience, state, adopt_hook(hook)))
+        self.reducer.use(HookReduction(self.collectives, state, adopt_hook(hook)))
 
     def update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
         """Go on over another group: shrunk, grown or renewed. Every rank of the new group takes part.
@@ -376,12 +374,11 @@ class DistributedDataParallel(TorchNames, torch.nn.Module, Joinable):
         """
         self.process_group = arguments.choose_group(new_process_group, None)
         self.collectives = collectives_for(self.process_group)
-        self.patience = Patience(self.collectives)
-        self.patience.board.announce_uncaught()
+        self.collectives.board.announce_uncaught()
         if self._reducer is not None:
-            self._reducer.reconnect(self.collectives, self.patience, self._first_plan)
+            self._reducer.reconnect(self.collectives, self._first_plan)
         if self._delayed is not None:
-            self._delayed.collectives, self._delayed.patience = self.collectives, self.patience
+            self._delayed.collectives = self.collectives
         self._agree(self.forward_sync_buffers)
 
     def stats(self) -> Statistics:

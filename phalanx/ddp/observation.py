@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import torch
 
 from ..comm.collectives import Collectives
-from ..comm.patience import Patience
 from ..errors import ReductionError
 from ..plan import Bucket, BucketPlan, plan_of, replan
 from .bucket import LiveBucket
@@ -33,7 +32,6 @@ def agree_on_plan(
     order: Sequence[int],
     arrange: Arrange | None,
     collectives: Collectives,
-    patience: Patience,
 ) -> Agreement:
     """Rank 0's order of distinct parameters, and its buckets if it has arranged any, on every rank.
 
@@ -51,7 +49,7 @@ def agree_on_plan(
         rows[0] = torch.tensor([param for group in mine for param in group])
         rows[1] = torch.tensor([index for index, group in enumerate(mine) for _ in group])
     message = rows.flatten().to(device)
-    patience.wait(collectives.broadcast(message, 0), "agreeing on the order of gradients")
+    collectives.wait(collectives.broadcast(message, 0), "agreeing on the order of gradients")
     params, buckets = message.view(2, -1).tolist()
     if buckets[0] < 0:
         agreed = replan(plan, [index for index in params if index >= 0])

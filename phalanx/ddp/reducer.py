@@ -19,7 +19,6 @@ from torch.autograd import Variable
 
 from ..comm.collectives import Collectives
 from ..comm.heap import trim_heap
-from ..comm.patience import Patience
 from ..errors import PhalanxError, ReductionError
 from ..plan import BucketPlan
 from .arrivals import Arrivals
@@ -53,7 +52,6 @@ class Reducer:
         params: Sequence[torch.nn.Parameter],
         plan: BucketPlan,
         collectives: Collectives,
-        patience: Patience,
         options: ReducerOptions,
     ) -> None:
         self.options = options
@@ -74,8 +72,8 @@ class Reducer:
         self.on_reduced: list[Callable[[], None]] = []
         self._hooks = GradientHooks(self)
         self._warned = False
-        self.collectives, self.patience = collectives, patience
-        self.reduction: Reduction = AllReduce(collectives, self.patience)
+        self.collectives = collectives
+        self.reduction: Reduction = AllReduce(collectives)
         self.arrivals = Arrivals(len(self.params))
         self.cut_mark = plan.hash  # where a compiled model is cut: by `arrange`, or after settling by the plan in force
         self.arrange: Arrange | None = None
@@ -151,11 +149,10 @@ class Reducer:
         if self.options.static_graph and self.settled:
             self._fix(self.arrivals.sequence, self.arrivals.first_used)
 
-    def reconnect(self, collectives: Collectives, patience: Patience, plan: BucketPlan) -> None:
+    def reconnect(self, collectives: Collectives, plan: BucketPlan) -> None:
         """Go on over another set of ranks, from step 0, with a plan that may be replaced once again."""
         self.collectives = collectives
-        self.patience = patience
-        self.reduction.collectives, self.reduction.patience = self.collectives, self.patience
+        self.reduction.collectives = self.collectives
         self.step = 0
         self.params = self._every_param
         self.arrivals = Arrivals(len(self.params))
@@ -283,7 +280,7 @@ class Reducer:
                 for index in self._finish_all():
                     self._reduce_again(self.buckets[index])
         except PhalanxError as error:
-            self.patience.board.post_error(error)
+            self.collectives.board.post_error(error)
             raise
         finally:
             self.timeline.end()
@@ -362,7 +359,7 @@ class Reducer:
     def _check_reading(self, bucket: LiveBucket, reading: Reading) -> None:
         where = f"rank {self.collectives.rank}: step {self.step}, bucket {bucket.index}"
         if not reading.in_step:
-            raise out_of_step(where, self.step, self.plan.hash, self.patience.board, bucket.index)
+            raise out_of_step(where, self.step, self.plan.hash, self.collectives.board, bucket.index)
         can_go_again = self.arrivals.nested_somewhere and not self.options.as_views
         self.arrivals.nested_somewhere |= reading.nested
         if reading.late_buckets and not can_go_again:
@@ -410,7 +407,7 @@ class Reducer:
         arrivals = self.arrivals
         arrivals.observing = False
         self.ready_order = list(dict.fromkeys(arrivals.sequence))
-        agreed = agree_on_plan(self.plan, self.ready_order, self.arrange, self.collectives, self.patience)
+        agreed = agree_on_plan(self.plan, self.ready_order, self.arrange, self.collectives)
         plan = agreed.plan
         dropped = self._named(self._unused) if self.options.drop_unused else []
         if dropped:

@@ -16,7 +16,6 @@ import torch
 from ..comm.bucket import GradBucket
 from ..comm.collectives import Collectives
 from ..comm.hooks import hook_future, hook_result, launch_pending
-from ..comm.patience import Patience
 from ..comm.sparse import SparseSum
 from .bucket import LiveBucket
 
@@ -38,9 +37,8 @@ class Reduction(abc.ABC):
     lends_early: bool = False
     name: str | None = None  # of a registered hook
 
-    def __init__(self, collectives: Collectives, patience: Patience) -> None:
+    def __init__(self, collectives: Collectives) -> None:
         self.collectives = collectives
-        self.patience = patience
 
     @property
     @abc.abstractmethod
@@ -89,7 +87,7 @@ class Reduction(abc.ABC):
 
     def finish_tail(self, bucket: LiveBucket, where: str) -> None:
         if bucket.tail_work is not None:
-            self.patience.wait(bucket.tail_work, where)
+            self.collectives.wait(bucket.tail_work, where)
 
     @property
     def sparse_scale(self) -> float:
@@ -108,13 +106,13 @@ class Reduction(abc.ABC):
     def settle_sparse(self, bucket: LiveBucket, where: str) -> None:
         """Once everything is launched: what a sparse sum could not say in one collective goes in a second."""
         if bucket.rows is not None and bucket.work is not None:
-            bucket.work = bucket.rows.settle(bucket.work, lambda work: self.patience.wait(work, where))
+            bucket.work = bucket.rows.settle(bucket.work, lambda work: self.collectives.wait(work, where))
 
     def finish_sparse(self, bucket: LiveBucket, where: str) -> None:
         """Return when `sparse_grad` holds the mean."""
         assert bucket.work is not None and bucket.rows is not None, "a bucket is launched before it is waited for"
         facts = _riding_tail(bucket)
-        bucket.sparse_grad = bucket.rows.finish(bucket.work, lambda work: self.patience.wait(work, where), facts)
+        bucket.sparse_grad = bucket.rows.finish(bucket.work, lambda work: self.collectives.wait(work, where), facts)
 
     def abandon(self, bucket: LiveBucket, where: str) -> None:
         """Return when the transport has let go of a bucket that nobody wants any more."""
@@ -124,7 +122,7 @@ class Reduction(abc.ABC):
             self.finish_sparse(bucket, where)
         elif bucket.work is not None:
             # Only what is under way: a second collective would meet nobody's.
-            self.patience.wait(bucket.work, where)
+            self.collectives.wait(bucket.work, where)
         self.finish_tail(bucket, where)
 
 
@@ -141,7 +139,7 @@ class Mean(Reduction):
 
     def finish(self, bucket: LiveBucket, where: str) -> None:
         assert bucket.work is not None, "a bucket is launched before it is waited for"
-        self.patience.wait(bucket.work, where)
+        self.collectives.wait(bucket.work, where)
 
 
 class AllReduce(Mean):
@@ -163,8 +161,8 @@ class HookReduction(Reduction):
 
     tail_rides = False
 
-    def __init__(self, collectives: Collectives, patience: Patience, state: object, hook: Hook) -> None:
-        super().__init__(collectives, patience)
+    def __init__(self, collectives: Collectives, state: object, hook: Hook) -> None:
+        super().__init__(collectives)
         self.state = state
         self.hook = hook
         self.name = getattr(hook, "__qualname__", type(hook).__name__)
@@ -203,7 +201,7 @@ class HookReduction(Reduction):
     def _result(self, bucket: LiveBucket, where: str) -> torch.Tensor:
         assert bucket.future is not None and bucket.grad_bucket is not None, "launched before waited for"
         launch_pending(bucket.future)
-        value = self.patience.wait_future(bucket.future, f"{where}, hook {self.name}")
+        value = self.collectives.wait_future(bucket.future, f"{where}, hook {self.name}")
         return hook_result(value, bucket.grad_bucket)
 
 

@@ -80,7 +80,7 @@ class TorchNames:
         self, tensors: Sequence[torch.Tensor], buffer_size: int, authoritative_rank: int = 0
     ) -> None:
         ddp = self._ddp
-        replicate(tensors, ddp.collectives, ddp.patience, authoritative_rank, "synchronising buffers")
+        replicate(tensors, ddp.collectives, authoritative_rank, "synchronising buffers")
 
     @property
     def _module_parameters(self) -> list[torch.nn.Parameter]:
@@ -223,7 +223,7 @@ class TorchNames:
         hook = reducer.hook_name
         if hook is not None:
             data["comm_hook"] = hook
-        error = self.__dict__.get("_logged_error", ddp.patience.board.last_words)
+        error = self.__dict__.get("_logged_error", ddp.collectives.board.last_words)
         if error is not None:
             data |= {"has_error": 1, "error": error}
         return data

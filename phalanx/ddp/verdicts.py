@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..comm.blackboard import Blackboard
+from ..comm.failure.board import FailureBoard
 from ..errors import MismatchError, ReductionError
 from .bucket import LiveBucket
 
@@ -14,7 +14,7 @@ def _listed(names: Sequence[str], most: int = 10) -> str:
     return quoted if len(names) <= most else f"{quoted} and {len(names) - most} more"
 
 
-def out_of_step(where: str, step: int, plan_hash: str, board: Blackboard, bucket: int) -> MismatchError:
+def out_of_step(where: str, step: int, plan_hash: str, board: FailureBoard, bucket: int) -> MismatchError:
     """Ranks whose sums do not belong together. Every rank sees it, so they can tell each other where they are."""
     said = board.exchange(f"position/{bucket}", f"step {step} of plan {plan_hash[:12]}", wait_s=2.0)
     table = "; ".join(f"rank {rank}: {words}" for rank, words in sorted(said.items()))

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from ..comm.collectives import Collectives
 from ..errors import ReductionError
-from .state.sharded_optimizer import Transport
 
 
 def clip_gradients(
@@ -17,24 +17,24 @@ def clip_gradients(
     return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite)
 
 
-def _norm_of_norms(norm: torch.Tensor, norm_type: float, transport: Transport) -> torch.Tensor:
+def _norm_of_norms(norm: torch.Tensor, norm_type: float, collectives: Collectives) -> torch.Tensor:
     """The norm over all ranks, from the norm of what each of them has."""
-    everyone = torch.zeros(transport.collectives.world, dtype=norm.dtype, device=norm.device)
-    work = transport.collectives.all_gather(everyone, norm.reshape(1))
-    transport.patience.wait(work, "adding up the norm of gradients")
+    everyone = torch.zeros(collectives.world, dtype=norm.dtype, device=norm.device)
+    work = collectives.all_gather(everyone, norm.reshape(1))
+    collectives.wait(work, "adding up the norm of gradients")
     norm = torch.linalg.vector_norm(everyone, norm_type)
     return norm
 
 
 def clip_slices(
-    slices: Sequence[torch.Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool, transport: Transport
+    slices: Sequence[torch.Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool, collectives: Collectives
 ) -> torch.Tensor:
     """Where every rank has slices that together are all gradients. The same norm, in the same order, everywhere."""
     slices = [part for part in slices if part.numel()]
     norms = [torch.linalg.vector_norm(part, norm_type, dtype=torch.float64) for part in slices]
     device = slices[0].device if slices else torch.device("cpu")
     together = torch.stack([norm.to(device) for norm in norms]) if norms else torch.zeros(1, dtype=torch.float64)
-    total = _norm_of_norms(torch.linalg.vector_norm(together, norm_type), norm_type, transport)
+    total = _norm_of_norms(torch.linalg.vector_norm(together, norm_type), norm_type, collectives)
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         raise ReductionError(
             f"The total norm of order {norm_type} for gradients is non-finite, so it cannot be clipped. To disable this "

@@ -57,7 +57,7 @@ def report_memory(engine: Engine, bucket_bytes: int) -> MemoryReport:
     held = parameters // engine.collectives.world if engine.home is Home.SHARED else parameters
     mine = torch.tensor([state, gradients, held], dtype=torch.int64, device=device)
     everyone = torch.zeros(3 * engine.collectives.world, dtype=torch.int64, device=device)
-    engine.transport.patience.wait(engine.collectives.all_gather(everyone, mine), "asking for memory")
+    engine.collectives.wait(engine.collectives.all_gather(everyone, mine), "asking for memory")
     ranks = tuple(RankMemory(*row) for row in everyone.view(-1, 3).tolist())
     trained = sum(_bytes(param) for param in params if param.requires_grad)
     report = MemoryReport(ranks, RankMemory(sum(row.state for row in ranks), trained, parameters))

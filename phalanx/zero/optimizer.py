@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
-from ..comm.patience import Patience
 from ..comm.torch_backend import collectives_for
 from ..ddp.arguments import choose_group
 from ..ddp.module import DistributedDataParallel
@@ -28,7 +27,7 @@ from .partition.element import Home
 from .partition.kinds import Choice, check_class, choose_partition
 from .partition.param_table import check_params
 from .state.loading import check_states, check_structure, install
-from .state.sharded_optimizer import Engine, Transport
+from .state.sharded_optimizer import Engine
 
 
 class NotConsolidated(PhalanxError, RuntimeError):
@@ -81,13 +80,13 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         self.stage = stage
         self.parameters_as_bucket_view = bool(parameters_as_bucket_view)
         self.optimizer_class = optimizer_class
-        transport = _transport(self.process_group)
-        self.rank, self.world_size = transport.collectives.rank, transport.collectives.world
+        collectives = collectives_for(self.process_group)
+        self.rank, self.world_size = collectives.rank, collectives.world
         self.global_rank = dist.get_rank()
         choice = choose_partition(optimizer_class, partition, self.world_size, defaults)
         self.partition, self.partition_reason = choice.partition, choice.reason
         home = _home(shared_parameters, self.parameters_as_bucket_view and not overlap_with_ddp, choice, self.world_size)
-        self._engine = Engine(optimizer_class, defaults, self.param_groups, choice, transport, home)
+        self._engine = Engine(optimizer_class, defaults, self.param_groups, choice, collectives, home)
         # Schedulers look here for options that were left at their default.
         self.defaults = {**self.optim.defaults}
         self._consolidated: dict[int, Any] | None = None
@@ -200,7 +199,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         if overlap is None or overlap.windows is None:
             return clip_gradients(self._all_params, max_norm, norm_type, error_if_nonfinite)
         slices = overlap.windows.owned()
-        return clip_slices(slices, max_norm, norm_type, error_if_nonfinite, self._engine.transport)
+        return clip_slices(slices, max_norm, norm_type, error_if_nonfinite, self._engine.collectives)
 
     def memory(self) -> MemoryReport:
         """Bytes of state, gradients and parameters on each rank, and without sharding. Every rank calls it."""
@@ -348,8 +347,3 @@ def _home(shared: bool, as_views: bool, choice: Choice, world: int) -> Home:
     if shared and world > 1:
         return Home.SHARED
     return Home.BUCKET if as_views else Home.OWN
-
-
-def _transport(group: dist.ProcessGroup) -> Transport:
-    collectives = collectives_for(group)
-    return Transport(collectives, Patience(collectives))

@@ -99,7 +99,7 @@ def caught_and_gone_on(rank: int, world: int) -> list[torch.Tensor]:
     handle.remove()
     wrapped.zero_grad()
     _step(wrapped, 1, rank)
-    time.sleep(1.5 * rank)  # rank 0 waits long enough to look at the blackboard
+    time.sleep(1.5 * rank)  # rank 0 waits long enough to look at the failure board
     _step(wrapped, 2, rank)
     return [param.grad.clone() for param in wrapped.parameters()]
 

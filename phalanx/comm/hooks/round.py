@@ -18,7 +18,6 @@ import torch
 
 from ..bucket import GradBucket
 from ..collectives import Collectives, Work
-from ..patience import Patience
 from .future import PendingFuture
 from .lowrank import orthonormal
 
@@ -102,7 +101,7 @@ class Round:
         self._collectives = self._work = None
         self.future.set_launched()
         try:
-            Patience(collectives).wait(work, f"PowerSGD hook, bucket {self.index}, left factors")
+            collectives.wait(work, f"PowerSGD hook, bucket {self.index}, left factors")
             rest = self._unpack_plain(self._first)
             for batch in self._batches:
                 rest = self._turn(batch, rest)

@@ -182,7 +182,7 @@ class GradientWindows:
         if slices:
             torch._amp_foreach_non_finite_check_and_unscale_(slices, found_inf, inverse_scale)
         work = self._engine.collectives.all_reduce(found_inf)
-        self._engine.transport.patience.wait(work, "asking whether any gradient is infinite")
+        self._engine.collectives.wait(work, "asking whether any gradient is infinite")
 
 
 def _view(piece: LivePiece, shard: Shard, memory: torch.Tensor, origin: int) -> torch.Tensor:

@@ -134,7 +134,7 @@ class Overlap:
         self._low_precision = wrapper.mixed_precision is not None
         if self.engine.choice.partition == "element" and not self._low_precision:
             self._scatter = ScatterReduction(
-                reducer.collectives, reducer.patience, reducer, self, self.stage, self.in_backward
+                reducer.collectives, reducer, self, self.stage, self.in_backward
             )
             if wrapper._hook is None:
                 self._install(wrapper, reducer)
@@ -145,7 +145,7 @@ class Overlap:
         assert self._scatter is not None, "there is a reduction to install"
         reduction: Reduction = self._scatter
         if not reducer.settled:
-            reduction = AllReduce(reducer.collectives, reducer.patience)
+            reduction = AllReduce(reducer.collectives)
             # What it lent would still be held when the buckets of the other one are made.
             reduction.lends_early = False
         reducer.use(reduction, self._wider(wrapper, reducer))

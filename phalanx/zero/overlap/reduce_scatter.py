@@ -14,7 +14,6 @@ from typing import Protocol
 import torch
 
 from ...comm.collectives import Collectives
-from ...comm.patience import Patience
 from ...ddp.bucket import LiveBucket
 from ...ddp.reducer import Reducer
 from ...ddp.reduction import Mean
@@ -50,13 +49,12 @@ class ScatterReduction(Mean):
     def __init__(
         self,
         collectives: Collectives,
-        patience: Patience,
         reducer: Reducer,
         taker: SliceTaker,
         stage: int,
         used_at_once: bool,
     ) -> None:
-        super().__init__(collectives, patience)
+        super().__init__(collectives)
         self._reducer = reducer
         self._taker = taker
         self._stage = stage

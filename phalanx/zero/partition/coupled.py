@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from ...comm.collectives import Collectives
-from ...comm.patience import Patience
 from .local import LocalOptimizer
 
 _EVALUATE, _DONE = 1, 0
@@ -23,10 +22,9 @@ class CoupledStep:
     """A step that rank 0 leads. `share` sends rank 0's parameters to all; `device` is that of messages."""
 
     def __init__(
-        self, collectives: Collectives, patience: Patience, device: torch.device, share: Callable[[], None]
+        self, collectives: Collectives, device: torch.device, share: Callable[[], None]
     ) -> None:
         self._collectives = collectives
-        self._patience = patience
         self._device = device
         self._share = share
 
@@ -50,7 +48,7 @@ class CoupledStep:
         """What rank 0 wants; the other ranks' `command` is ignored."""
         message = torch.tensor([command], dtype=torch.int64, device=self._device)
         work = self._collectives.broadcast(message, 0)
-        self._patience.wait(work, "following rank 0 through a step with a closure")
+        self._collectives.wait(work, "following rank 0 through a step with a closure")
         return int(message.item())
 
     def _evaluate(self, closure: Callable[[], Any]) -> Any:
@@ -59,7 +57,7 @@ class CoupledStep:
             loss = closure()
         # In double precision the sum of equal losses, and its quotient, are exact.
         total = torch.as_tensor(loss, device=self._device).detach().to(dtype=torch.float64).reshape(1).clone()
-        self._patience.wait(self._collectives.all_reduce(total), "averaging the loss of a closure")
+        self._collectives.wait(self._collectives.all_reduce(total), "averaging the loss of a closure")
         mean = total / self._collectives.world
         if isinstance(loss, torch.Tensor):
             return mean.to(dtype=loss.dtype, device=loss.device).reshape(loss.shape)

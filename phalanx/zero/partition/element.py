@@ -15,7 +15,6 @@ from torch.autograd.graph import increment_version
 
 from ...comm.collectives import Collectives
 from ...comm.one_copy import allocate_one_copy
-from ...comm.patience import Patience
 from ...errors import ConfigError
 from ...observe import trace
 from ...plan import Bucket, BucketCaps, BucketPlan, ParamSpec, build_plan
@@ -71,13 +70,12 @@ class ElementPartition(Partition):
         self,
         roster: Roster,
         collectives: Collectives,
-        patience: Patience,
         layouts: Sequence[Layout],
         home: Home,
     ) -> None:
-        super().__init__(roster, collectives, patience)
+        super().__init__(roster, collectives)
         self.layouts = list(layouts)
-        self.gathering = Gathering(collectives, patience)
+        self.gathering = Gathering(collectives)
         self._home = home
         self.shards_of = [self._shards(layout) for layout in self.layouts]
         self.shards = [shard for shards in self.shards_of for shard in shards]
@@ -101,7 +99,7 @@ class ElementPartition(Partition):
     def _share(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         if device.type != "cpu":
             raise ConfigError(f"shared_parameters=True is for parameters on the processor, got some on {device}.")
-        return allocate_one_copy(numel, dtype, self.collectives, self.patience)
+        return allocate_one_copy(numel, dtype, self.collectives)
 
     @property
     def ownership(self) -> Ownership:

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import torch
 
 from ...comm.collectives import Collectives, Work
-from ...comm.patience import Patience
 from ...observe import trace
 from .shard import Shard
 
@@ -31,9 +30,8 @@ class _Flight:
 class Gathering:
     """The gathers of one optimizer. Every rank launches the same ones in the same order."""
 
-    def __init__(self, collectives: Collectives, patience: Patience) -> None:
+    def __init__(self, collectives: Collectives) -> None:
         self.collectives = collectives
-        self.patience = patience
         self._pending: deque[_Flight] = deque()
         self._sizes: dict[tuple[torch.dtype, torch.device], int] = {}
         self._buffers: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
@@ -85,12 +83,12 @@ class Gathering:
 
     def meet(self) -> None:
         """Return when every rank has called it."""
-        self.patience.wait(self.collectives.all_reduce(torch.zeros(1)), "meeting around shared parameters")
+        self.collectives.wait(self.collectives.all_reduce(torch.zeros(1)), "meeting around shared parameters")
 
     def _finish_oldest(self) -> None:
         flight = self._pending.popleft()
         shard = flight.shard
-        self.patience.wait(flight.work, f"gathering the parameters of bucket {shard.index}")
+        self.collectives.wait(flight.work, f"gathering the parameters of bucket {shard.index}")
         shard.finish_gather(flight.scratch)
         if trace.recorder is not None:
             attributes = {"bucket": shard.index, "bytes": shard.bucket.num_bytes}

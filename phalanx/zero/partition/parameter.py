@@ -13,7 +13,6 @@ import torch
 from torch.autograd.graph import increment_version
 
 from ...comm.collectives import Collectives, Work
-from ...comm.patience import Patience
 from ...observe import trace
 from ...plan.shards import Ownership, greedy_owners, parameter_ownership
 from .coupled import CoupledStep
@@ -90,11 +89,10 @@ class ParameterPartition(Partition):
         self,
         roster: Roster,
         collectives: Collectives,
-        patience: Patience,
         as_views: bool,
         coupled: bool,
     ) -> None:
-        super().__init__(roster, collectives, patience)
+        super().__init__(roster, collectives)
         self.coupled = coupled
         self.owners = _owners(roster, 1 if coupled else collectives.world)
         self.segments = [
@@ -117,7 +115,7 @@ class ParameterPartition(Partition):
     def step(self, local: LocalOptimizer, closure: Any, arguments: dict[str, Any]) -> Any:
         if callable(closure) and self.coupled and self.collectives.world > 1:
             device = self.roster.params[0].device
-            together = CoupledStep(self.collectives, self.patience, device, self.share)
+            together = CoupledStep(self.collectives, device, self.share)
             result = together.run(local, closure, arguments)
         else:
             if closure is not None:
@@ -151,7 +149,7 @@ class ParameterPartition(Partition):
         due = [segment for segment in self.segments if segment.is_due()]
         works = [segment.launch(self.collectives) for segment in due]
         for segment, work in zip(due, works, strict=True):
-            self.patience.wait(work, f"sending the parameters that rank {segment.owner} owns")
+            self.collectives.wait(work, f"sending the parameters that rank {segment.owner} owns")
             segment.finish()
             increment_version(segment.params)
         if trace.recorder is not None:

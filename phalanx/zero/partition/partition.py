@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from ...comm.collectives import Collectives
-from ...comm.patience import Patience
 from ...plan.shards import Ownership
 from .local import LocalOptimizer
 from .param_table import Roster
@@ -42,10 +41,9 @@ class Partition(abc.ABC):
 
     name: str
 
-    def __init__(self, roster: Roster, collectives: Collectives, patience: Patience) -> None:
+    def __init__(self, roster: Roster, collectives: Collectives) -> None:
         self.roster = roster
         self.collectives = collectives
-        self.patience = patience
 
     @property
     @abc.abstractmethod

@@ -7,13 +7,11 @@ what both need: making a division, replacing it without losing state, and collec
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ...comm.collectives import Collectives
-from ...comm.patience import Patience
 from ...plan.shards import Span
 from ..partition.element import ElementPartition, Home, Layout, own_layouts
 from ..partition.kinds import Choice, Kind
@@ -28,14 +26,6 @@ from .tree import Tree
 LayOut = Callable[[Roster], list[Layout]]
 
 
-@dataclass(frozen=True, slots=True)
-class Transport:
-    """The ranks that share the work, and how this one talks to them."""
-
-    collectives: Collectives
-    patience: Patience
-
-
 class Engine:
     """The division of `groups` among the ranks and everything that depends on it."""
 
@@ -45,12 +35,12 @@ class Engine:
         defaults: Mapping[str, Any],
         groups: Sequence[dict[str, Any]],
         choice: Choice,
-        transport: Transport,
+        collectives: Collectives,
         home: Home,
     ) -> None:
         self.choice = choice
         self.home = home
-        self.transport = transport
+        self.collectives = collectives
         self.roster = Roster.of(groups)
         self.lay_out: LayOut = _lay_out_alone
         self.partition = self._divide(self.roster)
@@ -62,16 +52,11 @@ class Engine:
     def optim(self) -> torch.optim.Optimizer:
         return self.local.optim
 
-    @property
-    def collectives(self) -> Collectives:
-        return self.transport.collectives
-
     def _divide(self, roster: Roster) -> Partition:
-        collectives, patience = self.transport.collectives, self.transport.patience
         if self.choice.partition == "parameter":
             coupled = self.choice.kind is Kind.COUPLED
-            return ParameterPartition(roster, collectives, patience, self.home is Home.BUCKET, coupled)
-        return ElementPartition(roster, collectives, patience, self.lay_out(roster), self.home)
+            return ParameterPartition(roster, self.collectives, self.home is Home.BUCKET, coupled)
+        return ElementPartition(roster, self.collectives, self.lay_out(roster), self.home)
 
     # -- other parameters, another plan --------------------------------------------------------
 
@@ -97,15 +82,12 @@ class Engine:
             before, after = old.ownership, new.ownership
             slices = StateSlices.blank(new.held, trees, None)
             # Parameters that are new have no state to move.
-            moving = Movement(trees, roster.specs, before + after[len(before) :], after, *self._ways())
+            moving = Movement(trees, roster.specs, before + after[len(before) :], after, self.collectives)
             moving.run(live, slices, _devices(roster))
         self.roster, self.partition = roster, new
         self.local.reseat(new.members())
         if slices is not None:
             slices.install(self.optim.state)
-
-    def _ways(self) -> tuple[Collectives, Patience]:
-        return self.transport.collectives, self.transport.patience
 
     # -- state ---------------------------------------------------------------------------------
 
@@ -113,7 +95,7 @@ class Engine:
         return StateSlices.live(self.partition.held, self.optim.state, self.roster.names)
 
     def _merged(self, live: StateSlices) -> dict[int, Tree]:
-        return merge_trees(live.trees, self.roster.params[0].device, *self._ways())
+        return merge_trees(live.trees, self.roster.params[0].device, self.collectives)
 
     def described(self) -> tuple[StateSlices, dict[int, Tree]]:
         """This rank's part of the state, and what the whole state looks like. Every rank calls it."""
@@ -126,7 +108,7 @@ class Engine:
         mine = trees if self.collectives.rank == to else {}
         target = StateSlices.blank(whole(self.roster.specs), mine, torch.device("cpu"))
         everything = tuple((Span(0, spec.numel, to),) for spec in self.roster.specs)
-        moving = Movement(trees, self.roster.specs, self.partition.ownership, everything, *self._ways())
+        moving = Movement(trees, self.roster.specs, self.partition.ownership, everything, self.collectives)
         moving.run(live, target, _devices(self.roster))
         return dict(target.states) if self.collectives.rank == to else None
 

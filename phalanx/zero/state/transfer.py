@@ -15,7 +15,6 @@ from math import prod
 import torch
 
 from ...comm.collectives import Collectives
-from ...comm.patience import Patience
 from ...plan import ParamSpec
 from ...plan.shards import Move, Ownership, reslice
 from .local_state import StateSlices
@@ -46,28 +45,28 @@ class Parcel:
 
 
 def exchange_texts(
-    text: str, device: torch.device, collectives: Collectives, patience: Patience, where: str
+    text: str, device: torch.device, collectives: Collectives, where: str
 ) -> list[str]:
     """Every rank's text, on every rank."""
     mine = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8).to(device)
     sizes = torch.zeros(collectives.world, dtype=torch.int64, device=device)
-    patience.wait(collectives.all_gather(sizes, torch.tensor([mine.numel()], device=device)), where)
+    collectives.wait(collectives.all_gather(sizes, torch.tensor([mine.numel()], device=device)), where)
     longest = int(sizes.max().item())
     padded = torch.zeros(longest, dtype=torch.uint8, device=device)
     padded[: mine.numel()] = mine
     everyone = torch.empty(collectives.world * longest, dtype=torch.uint8, device=device)
-    patience.wait(collectives.all_gather(everyone, padded), where)
+    collectives.wait(collectives.all_gather(everyone, padded), where)
     rows = everyone.view(collectives.world, longest).cpu()
     return [row[:size].numpy().tobytes().decode() for row, size in zip(rows, sizes.tolist(), strict=True)]
 
 
 def merge_trees(
-    mine: Mapping[int, Tree], device: torch.device, collectives: Collectives, patience: Patience
+    mine: Mapping[int, Tree], device: torch.device, collectives: Collectives
 ) -> dict[int, Tree]:
     """What every parameter's state looks like, on every rank. Ranks that hold parts of one agree about it."""
     text = json.dumps({str(index): tree for index, tree in mine.items()})
     merged: dict[int, Tree] = {}
-    for said in exchange_texts(text, device, collectives, patience, "exchanging what the state looks like"):
+    for said in exchange_texts(text, device, collectives, "exchanging what the state looks like"):
         for index, tree in json.loads(said).items():
             merged.setdefault(int(index), tree)
     return dict(sorted(merged.items()))
@@ -83,10 +82,8 @@ class Movement:
         old: Ownership,
         new: Ownership,
         collectives: Collectives,
-        patience: Patience,
     ) -> None:
         self._collectives = collectives
-        self._patience = patience
         self._moves: dict[int, list[Move]] = {}
         for move in reslice(old, new):
             self._moves.setdefault(move.param, []).append(move)
@@ -136,7 +133,7 @@ class Movement:
         for at, parcel in _placed(load[self._collectives.rank]):
             source.read(parcel.index, parcel.path, parcel.start, parcel.stop, message[at : at + parcel.numel])
         everyone = torch.empty(self._collectives.world * numel, dtype=dtype, device=device)
-        self._patience.wait(self._collectives.all_gather(everyone, message), "moving optimizer state")
+        self._collectives.wait(self._collectives.all_gather(everyone, message), "moving optimizer state")
         for rank, parcels in enumerate(load):
             for at, parcel in _placed(parcels):
                 if parcel.target == self._collectives.rank:

@@ -1,7 +1,7 @@
 """Waiting for a collective without waiting for ever, and saying afterwards whose fault it was.
 
 Some transports tell only the neighbours of a dead rank, and only that a socket closed. A wait here
-looks at the blackboard once a second, so that one rank's failure reaches all, and turns whatever the
+looks at the failure board once a second, so that one rank's failure reaches all, and turns whatever the
 transport said into an error that names the rank. Must not know of parameters.
 """
 
@@ -15,9 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..errors import CollectiveTimeout, CommunicationError, PeerFailure
-from .blackboard import Blackboard
-from .collectives import Collectives, Work
+from ...errors import CollectiveTimeout, CommunicationError, PeerFailure
+from ..work import Work
+from .board import FailureBoard
 
 _SLICE = timedelta(seconds=1)
 _ROLL_CALL_S = 2.0
@@ -33,17 +33,17 @@ def group_timeout_s(group: dist.ProcessGroup) -> float:
     return float(dist.default_pg_timeout.total_seconds()) if hasattr(dist, "default_pg_timeout") else 1800.0
 
 
-class Patience:
+class Waiter:
     """Waits on behalf of one group; `where` in each call says in words what is being waited for."""
 
-    def __init__(self, collectives: Collectives) -> None:
-        self._collectives = collectives
-        self.board = Blackboard(collectives.group)
-        self._timeout_s = group_timeout_s(collectives.group)
+    def __init__(self, group: dist.ProcessGroup, board: FailureBoard, names_failures: bool) -> None:
+        self.board = board
+        self._names_failures = names_failures
+        self._timeout_s = group_timeout_s(group)
 
     def wait(self, work: Work, where: str) -> None:
         """Return when the work is done. Raises CommunicationError naming the rank at fault."""
-        if self._collectives.names_failures:
+        if self._names_failures:
             try:
                 work.wait()
             except CommunicationError as error:
@@ -80,7 +80,7 @@ class Patience:
 
     def explain(self, error: BaseException, where: str, timed_out: bool) -> CommunicationError:
         """The error to raise in place of the transport's own, after asking who is still there."""
-        me = f"rank {self._collectives.rank}: {where}"
+        me = f"rank {self.board.rank}: {where}"
         self.board.raise_alarm()
         posted = self.board.failures()
         missing = () if posted else self.board.roll_call("failure", _ROLL_CALL_S)

@@ -20,7 +20,7 @@ from types import TracebackType
 
 import torch.distributed as dist
 
-from ..errors import CommunicationError
+from ...errors import CommunicationError
 
 _POLL_S = 0.05
 
@@ -34,13 +34,13 @@ class Failure:
     message: str
 
 
-class Blackboard:
+class FailureBoard:
     """The notes of one process group. Every call is bounded in time and raises nothing of the store's."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.rank = dist.get_rank(group)
         self.world = dist.get_world_size(group)
-        self._store = dist.PrefixStore("phalanx/blackboard", group.get_group_store())
+        self._store = dist.PrefixStore("phalanx/failures", group.get_group_store())
         self._posted = False
         self.last_words: str | None = None  # what this rank posted last, retracted or not
 
@@ -137,7 +137,7 @@ class Blackboard:
             return False
 
 
-_watched: weakref.WeakSet[Blackboard] = weakref.WeakSet()
+_watched: weakref.WeakSet[FailureBoard] = weakref.WeakSet()
 _previous: list[Callable[..., None]] = []
 
 
