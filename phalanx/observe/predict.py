@@ -14,7 +14,7 @@ from typing import Any
 
 from phalanx.errors import ConfigError
 from phalanx.plan.buckets import BucketPlan
-from phalanx.plan.shards import slice_numel
+from phalanx.plan.shards import shard_numel
 
 ASSUMPTIONS = (
     "Every rank computes as fast as those that were measured here; where ranks outnumber cores they share them.",
@@ -49,7 +49,7 @@ def memory_rows(plan: BucketPlan, other_bytes: int, state_bytes: int, world: int
         raise ConfigError(f"a world has at least one rank, got {world}")
     gradients = sum(bucket.num_bytes for bucket in plan.buckets)
     parameters = gradients + other_bytes
-    sliced = sum(slice_numel(b.numel, world) * b.dtype.itemsize for b in plan.buckets)
+    sliced = sum(shard_numel(b.numel, world) * b.dtype.itemsize for b in plan.buckets)
     share = sliced / gradients if gradients else 1.0
     held = gradients if bucket_view else 2 * gradients
     largest = max((bucket.num_bytes for bucket in plan.buckets), default=0)

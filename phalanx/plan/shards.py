@@ -1,16 +1,16 @@
 """Which rank owns what of a plan, and what has to move when that changes.
 
-Element partition. Every bucket is cut into `world` equal slices; rank r owns the r-th. Two ranks, a bucket
-of a[70] b[130] c[6], 206 elements, slices of 103:
+Element partition. Every bucket is cut into `world` equal shards; rank r owns the r-th. Two ranks, a bucket
+of a[70] b[130] c[6], 206 elements, shards of 103:
 
     rank 0   a[0:70]  b[0:33]          rank 1   b[33:130]  c[0:6]
 
 Parameter partition. Whole parameters go to ranks, the largest first, each to the rank with the least so far.
 
-A rank's part of a bucket consists of pieces, each of one parameter. A kernel computes most elements in
+A rank's shard of a bucket consists of slices, each of one parameter. A kernel computes most elements in
 vectors and the last few one by one, and the two may round differently. So that an element comes out the same
-wherever its parameter is cut, pieces begin at multiples of `UNIT` elements from the parameter's beginning and
-end at one, or with the parameter. The unit with the cut in it becomes a piece of its own on both sides, an
+wherever its parameter is cut, slices begin at multiples of `UNIT` elements from the parameter's beginning and
+end at one, or with the parameter. The unit with the cut in it becomes a slice of its own on both sides, an
 edge, computed in full by both and owned in part by each. In the example, b is cut at 33:
 
     rank 0   b[0:33] owned, b[0:64] computed        rank 1   b[33:64] owned, b[0:64] computed;  b[64:130]
@@ -31,7 +31,7 @@ UNIT = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ParamSlice:
     """Elements [start, stop) of parameter `param`, owned; computed as [begin, end), which contains them."""
 
     param: int
@@ -52,7 +52,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class OwnedRange:
     """Elements [start, stop) of some parameter belong to `rank`."""
 
     start: int
@@ -71,80 +71,80 @@ class Move:
     target: int
 
 
-# Of each parameter, the spans that cover it in order; a parameter without elements has one empty span.
-Ownership = tuple[tuple[Span, ...], ...]
+# Of each parameter, the ranges that cover it in order; a parameter without elements has one empty range.
+Ownership = tuple[tuple[OwnedRange, ...], ...]
 
 
-def slice_numel(numel: int, world: int) -> int:
-    """Elements of each of `world` equal slices that cover `numel`; the last ones may reach beyond."""
+def shard_numel(numel: int, world: int) -> int:
+    """Elements of each of `world` equal shards that cover `numel`; the last ones may reach beyond."""
     return -(-numel // world)
 
 
-def slice_bounds(numel: int, world: int, rank: int) -> tuple[int, int]:
-    """The part of rank's slice that lies inside `numel` elements."""
-    size = slice_numel(numel, world)
+def shard_bounds(numel: int, world: int, rank: int) -> tuple[int, int]:
+    """The part of the rank's shard that lies inside `numel` elements."""
+    size = shard_numel(numel, world)
     return min(rank * size, numel), min((rank + 1) * size, numel)
 
 
-def _spans(bucket: Bucket, world: int) -> list[tuple[int, Span]]:
-    """(parameter, span) of a bucket cut into slices, in the order of the bucket."""
-    size = max(slice_numel(bucket.numel, world), 1)
+def _ranges(bucket: Bucket, world: int) -> list[tuple[int, OwnedRange]]:
+    """(parameter, owned range) of a bucket cut into shards, in the order of the bucket."""
+    size = max(shard_numel(bucket.numel, world), 1)
     found = []
     for slot in bucket.slots:
         at, end = slot.offset, slot.offset + slot.numel
         if not slot.numel:
-            found.append((slot.param, Span(0, 0, min(at // size, world - 1))))
+            found.append((slot.param, OwnedRange(0, 0, min(at // size, world - 1))))
         while at < end:
             rank = at // size
             stop = min((rank + 1) * size, end)
-            found.append((slot.param, Span(at - slot.offset, stop - slot.offset, rank)))
+            found.append((slot.param, OwnedRange(at - slot.offset, stop - slot.offset, rank)))
             at = stop
     return found
 
 
-def _cut(param: int, numel: int, start: int, stop: int, chunk: int | None) -> list[Piece]:
-    """The pieces of one owned range: an edge, whole units in chunks, an edge; what is empty is left out."""
+def _cut(param: int, numel: int, start: int, stop: int, max_numel: int | None) -> list[ParamSlice]:
+    """The slices of one owned range: an edge, whole units, an edge; what is empty is left out."""
     if start == stop:
-        return [Piece(param, start, stop, start, stop)]
+        return [ParamSlice(param, start, stop, start, stop)]
     inner_start = min(-(-start // UNIT) * UNIT, stop)
     inner_stop = stop if stop == numel else max(stop // UNIT * UNIT, inner_start)
-    pieces = []
+    slices = []
     if start < inner_start:
         begin = start // UNIT * UNIT
-        pieces.append(Piece(param, start, inner_start, begin, min(begin + UNIT, numel)))
-    step = chunk or max(inner_stop - inner_start, 1)
+        slices.append(ParamSlice(param, start, inner_start, begin, min(begin + UNIT, numel)))
+    step = max_numel or max(inner_stop - inner_start, 1)
     for at in range(inner_start, inner_stop, step):
         end = min(at + step, inner_stop)
-        pieces.append(Piece(param, at, end, at, end))
+        slices.append(ParamSlice(param, at, end, at, end))
     if inner_stop < stop:
-        pieces.append(Piece(param, inner_stop, stop, inner_stop, min(inner_stop + UNIT, numel)))
-    return pieces
+        slices.append(ParamSlice(param, inner_stop, stop, inner_stop, min(inner_stop + UNIT, numel)))
+    return slices
 
 
-def pieces_of(bucket: Bucket, world: int, rank: int, chunk: int | None = None) -> tuple[Piece, ...]:
-    """What `rank` owns of a bucket, in the order of the bucket, no piece larger than `chunk` elements."""
-    if chunk is not None and (chunk <= 0 or chunk % UNIT):
-        raise PlanError(f"a chunk must be a positive multiple of {UNIT} elements, got {chunk}.")
+def slices_of(bucket: Bucket, world: int, rank: int, max_numel: int | None = None) -> tuple[ParamSlice, ...]:
+    """What `rank` owns of a bucket, in the order of the bucket, no slice larger than `max_numel` elements."""
+    if max_numel is not None and (max_numel <= 0 or max_numel % UNIT):
+        raise PlanError(f"the largest slice must be a positive multiple of {UNIT} elements, got {max_numel}.")
     numel_of = {slot.param: slot.numel for slot in bucket.slots}
-    pieces: list[Piece] = []
-    for param, span in _spans(bucket, world):
-        if span.rank == rank:
-            pieces += _cut(param, numel_of[param], span.start, span.stop, chunk)
-    return tuple(pieces)
+    slices: list[ParamSlice] = []
+    for param, owned in _ranges(bucket, world):
+        if owned.rank == rank:
+            slices += _cut(param, numel_of[param], owned.start, owned.stop, max_numel)
+    return tuple(slices)
 
 
 def element_ownership(plan: BucketPlan, world: int) -> Ownership:
-    """Who owns what when every bucket of `plan` is cut into equal slices."""
-    of: list[list[Span]] = [[] for _ in plan.specs]
+    """Who owns what when every bucket of `plan` is cut into equal shards."""
+    of: list[list[OwnedRange]] = [[] for _ in plan.specs]
     for bucket in plan.buckets:
-        for param, span in _spans(bucket, world):
-            of[param].append(span)
-    return tuple(tuple(spans) for spans in of)
+        for param, owned in _ranges(bucket, world):
+            of[param].append(owned)
+    return tuple(tuple(ranges) for ranges in of)
 
 
 def parameter_ownership(numels: Sequence[int], owners: Sequence[int]) -> Ownership:
     """Who owns what when each parameter belongs to one rank."""
-    return tuple((Span(0, numel, rank),) for numel, rank in zip(numels, owners, strict=True))
+    return tuple((OwnedRange(0, numel, rank),) for numel, rank in zip(numels, owners, strict=True))
 
 
 def greedy_owners(numels: Sequence[int], world: int) -> tuple[int, ...]:
@@ -161,9 +161,9 @@ def greedy_owners(numels: Sequence[int], world: int) -> tuple[int, ...]:
 def loads_of(ownership: Ownership, world: int) -> tuple[int, ...]:
     """How many elements each rank owns."""
     loads = [0] * world
-    for spans in ownership:
-        for span in spans:
-            loads[span.rank] += span.stop - span.start
+    for ranges in ownership:
+        for owned in ranges:
+            loads[owned.rank] += owned.stop - owned.start
     return tuple(loads)
 
 

@@ -1,4 +1,4 @@
-"""Clipping by the norm over all parameters, of whole gradients and of slices."""
+"""Clipping by the norm over all parameters, of whole gradients and of sharded ones."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def _norm_of_norms(norm: torch.Tensor, norm_type: float, collectives: Collective
     return norm
 
 
-def clip_slices(
-    slices: Sequence[torch.Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool, collectives: Collectives
+def clip_shards(
+    shards: Sequence[torch.Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool, collectives: Collectives
 ) -> torch.Tensor:
-    """Where every rank has slices that together are all gradients. The same norm, in the same order, everywhere."""
-    slices = [part for part in slices if part.numel()]
-    norms = [torch.linalg.vector_norm(part, norm_type, dtype=torch.float64) for part in slices]
-    device = slices[0].device if slices else torch.device("cpu")
+    """Where every rank has the shards that it owns, together all gradients. The same norm, in the same order, everywhere."""
+    shards = [part for part in shards if part.numel()]
+    norms = [torch.linalg.vector_norm(part, norm_type, dtype=torch.float64) for part in shards]
+    device = shards[0].device if shards else torch.device("cpu")
     together = torch.stack([norm.to(device) for norm in norms]) if norms else torch.zeros(1, dtype=torch.float64)
     total = _norm_of_norms(torch.linalg.vector_norm(together, norm_type), norm_type, collectives)
     if error_if_nonfinite and not bool(torch.isfinite(total)):
@@ -41,6 +41,6 @@ def clip_slices(
             "error and scale the gradients by the non-finite norm anyway, set `error_if_nonfinite=False`."
         )
     coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    for part in slices:
+    for part in shards:
         part.mul_(coefficient.to(dtype=part.dtype, device=part.device))
     return total.to(torch.float32)

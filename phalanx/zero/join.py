@@ -9,7 +9,7 @@ from torch.distributed.algorithms.join import JoinHook
 from ..ddp.module import DistributedDataParallel
 
 
-class ShadowStep(JoinHook):
+class JoinedStep(JoinHook):
     """Calls `step`, which steps this rank's part, whenever the ranks still training step theirs."""
 
     def __init__(self, step: Callable[[], None], wrapper: DistributedDataParallel | None) -> None:

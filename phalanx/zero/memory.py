@@ -1,4 +1,4 @@
-"""How many bytes each rank holds, by kind, and how many it would hold if nothing were divided."""
+"""How many bytes each rank holds, by kind, and how many it would hold if nothing were sharded."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 
 from ..observe import trace
-from .overlap.placeholder import ScatteredGradient
-from .partition.element import Home
-from .state.sharded_optimizer import Engine
+from .overlap.scattered_gradient import ScatteredGradient
+from .partition.element import Placement
+from .state.sharded_optimizer import ShardedOptimizer
 
 _MIB = 1024 * 1024
 
@@ -46,18 +46,18 @@ class MemoryReport:
         return "\n".join(lines)
 
 
-def report_memory(engine: Engine, bucket_bytes: int) -> MemoryReport:
+def report_memory(sharded: ShardedOptimizer, bucket_bytes: int) -> MemoryReport:
     """Ask every rank; `bucket_bytes` are gradients in buckets. Every rank calls it and gets the same report."""
-    params = engine.roster.params
+    params = sharded.table.params
     device = params[0].device
-    state = engine.local.num_state_bytes
+    state = sharded.local.num_state_bytes
     gradients = bucket_bytes + sum(_gradient_bytes(param) for param in params)
     parameters = sum(_bytes(param) for param in params)
     # One copy for all ranks: each has its part of it.
-    held = parameters // engine.collectives.world if engine.home is Home.SHARED else parameters
+    held = parameters // sharded.collectives.world if sharded.placement is Placement.SHARED else parameters
     mine = torch.tensor([state, gradients, held], dtype=torch.int64, device=device)
-    everyone = torch.zeros(3 * engine.collectives.world, dtype=torch.int64, device=device)
-    engine.collectives.wait(engine.collectives.all_gather(everyone, mine), "asking for memory")
+    everyone = torch.zeros(3 * sharded.collectives.world, dtype=torch.int64, device=device)
+    sharded.collectives.wait(sharded.collectives.all_gather(everyone, mine), "asking for memory")
     ranks = tuple(RankMemory(*row) for row in everyone.view(-1, 3).tolist())
     trained = sum(_bytes(param) for param in params if param.requires_grad)
     report = MemoryReport(ranks, RankMemory(sum(row.state for row in ranks), trained, parameters))

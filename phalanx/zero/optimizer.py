@@ -1,7 +1,7 @@
 """ZeroRedundancyOptimizer: torch's signature around optimizer state divided among the ranks.
 
-This class is thin on purpose: who owns what is decided in `plan.shards`, held and stepped in `element` and
-`whole`, moved in `movement`, and joined to backward in `overlap`.
+This class is thin on purpose: who owns what is decided in `plan.shards` and stepped in `partition/`, the state is held,
+moved, saved and loaded in `state/`, and `overlap/` joins it to backward.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from ..ddp.module import DistributedDataParallel
 from ..ddp.wrappers import known_wrappers
 from ..errors import ConfigError, PhalanxError, ReductionError, StateError
 from . import step_hooks
-from .clipping import clip_gradients, clip_slices
-from .join import ShadowStep
+from .clipping import clip_gradients, clip_shards
+from .join import JoinedStep
 from .memory import MemoryReport, report_memory
 from .overlap.overlap import Overlap
-from .partition.element import Home
-from .partition.kinds import Choice, check_class, choose_partition
+from .partition.element import Placement
+from .partition.kinds import PartitionChoice, check_class, choose_partition
 from .partition.param_table import check_params
 from .state.loading import check_states, check_structure, install
-from .state.sharded_optimizer import Engine
+from .state.sharded_optimizer import ShardedOptimizer
 
 
 class NotConsolidated(PhalanxError, RuntimeError):
@@ -42,7 +42,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
     leaves the same averaged gradients everywhere. Afterwards parameters are equal on all ranks and bit for bit
     what `optimizer_class` alone would have made of them.
 
-    `partition` says how parameters are divided: "element" cuts them into equal slices, for optimizers that act
+    `partition` says how parameters are divided: "element" cuts their buckets into equal shards, for optimizers that act
     element by element; "parameter" gives whole ones to ranks; "auto" takes the former where it is right.
     `shared_parameters=True`, for all ranks on one host, keeps one physical copy of the parameters for all of them.
     With `stage=2` gradients that a rank does not own are freed: `step` leaves no `.grad` behind.
@@ -85,8 +85,9 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         self.global_rank = dist.get_rank()
         choice = choose_partition(optimizer_class, partition, self.world_size, defaults)
         self.partition, self.partition_reason = choice.partition, choice.reason
-        home = _home(shared_parameters, self.parameters_as_bucket_view and not overlap_with_ddp, choice, self.world_size)
-        self._engine = Engine(optimizer_class, defaults, self.param_groups, choice, collectives, home)
+        as_views = self.parameters_as_bucket_view and not overlap_with_ddp
+        placement = _placement(shared_parameters, as_views, choice, self.world_size)
+        self._sharded = ShardedOptimizer(optimizer_class, defaults, self.param_groups, choice, collectives, placement)
         # Schedulers look here for options that were left at their default.
         self.defaults = {**self.optim.defaults}
         self._consolidated: dict[int, Any] | None = None
@@ -95,16 +96,16 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         self._overlap: Overlap | None = None
         self.initialized = True
         if overlap_with_ddp:
-            self._overlap = Overlap(self._engine, stage, step_in_backward is not False, self._bracket_update)
+            self._overlap = Overlap(self._sharded, stage, step_in_backward is not False, self._bracket_update)
 
     @property
     def optim(self) -> torch.optim.Optimizer:
         """The optimizer that this rank runs on its own part of the parameters."""
-        return self._engine.optim
+        return self._sharded.optim
 
     @property
     def _all_params(self) -> list[torch.Tensor]:
-        return self._engine.roster.params
+        return self._sharded.table.params
 
     # -- training ------------------------------------------------------------------------------
 
@@ -129,16 +130,16 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
     step.hooked = True  # type: ignore[attr-defined]
 
     def _step(self, closure: Any = None, **kwargs: Any) -> Any:
-        engine = self._engine
-        engine.local.pull(self.param_groups)
+        sharded = self._sharded
+        sharded.local.pull(self.param_groups)
         self._consolidated = None
-        engine.has_state = True
+        sharded.has_state = True
         if self._overlap is None:
-            result = engine.partition.step(engine.local, closure, kwargs)
+            result = sharded.partition.step(sharded.local, closure, kwargs)
         else:
             result = _evaluate(closure)
             self._overlap.step(kwargs)
-        engine.local.push(self.param_groups)
+        sharded.local.push(self.param_groups)
         if self.stage == 2:
             self.zero_grad()
         return result
@@ -161,22 +162,22 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         """An update begins or ends in the midst of backward; returns the keywords for the optimizer's step."""
         if begins:
             _, kwargs = self._hook_arguments = step_hooks.before(self, (self,), {})
-            self._engine.local.pull(self.param_groups)
-            self._engine.has_state = True
+            self._sharded.local.pull(self.param_groups)
+            self._sharded.has_state = True
             self._consolidated = None
             return dict(kwargs)
-        self._engine.local.push(self.param_groups)
+        self._sharded.local.push(self.param_groups)
         # Schedulers look here for whether there was a step before theirs.
         self._opt_called = True
         step_hooks.after(self, *self._hook_arguments)
         return {}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, at any time; every rank calls it. State that exists is divided anew with the rest."""
+        """Add a group, at any time; every rank calls it. State that exists is partitioned anew with the rest."""
         super().add_param_group(param_group)
         if self.initialized:
             try:
-                self._engine.add_group(self.param_groups)
+                self._sharded.add_group(self.param_groups)
             except PhalanxError:
                 self.param_groups.pop()
                 raise
@@ -188,7 +189,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
     ) -> torch.Tensor:
         """Scale all gradients so that their norm, over all parameters, is at most `max_norm`; returns the norm.
 
-        Exact however gradients are divided. Every rank calls it and gets the same number.
+        Exact however gradients are sharded. Every rank calls it and gets the same number.
         """
         overlap = self._overlap
         if overlap is not None and overlap.in_backward:
@@ -196,23 +197,23 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
                 "clip_grad_norm_() comes too late: the step has been made during backward. Make the optimizer with "
                 "step_in_backward=False."
             )
-        if overlap is None or overlap.windows is None:
+        if overlap is None or overlap.gradient_shards is None:
             return clip_gradients(self._all_params, max_norm, norm_type, error_if_nonfinite)
-        slices = overlap.windows.owned()
-        return clip_slices(slices, max_norm, norm_type, error_if_nonfinite, self._engine.collectives)
+        shards = overlap.gradient_shards.owned()
+        return clip_shards(shards, max_norm, norm_type, error_if_nonfinite, self._sharded.collectives)
 
     def memory(self) -> MemoryReport:
         """Bytes of state, gradients and parameters on each rank, and without sharding. Every rank calls it."""
         scatter = None if self._overlap is None else self._overlap.scatter
-        return report_memory(self._engine, 0 if scatter is None else scatter.num_bytes)
+        return report_memory(self._sharded, 0 if scatter is None else scatter.num_bytes)
 
     # -- state ---------------------------------------------------------------------------------
 
     def consolidate_state_dict(self, to: int = 0) -> None:
-        """Collect the whole state in the memory of rank `to`, piece by piece; every rank calls it."""
+        """Collect the whole state in the memory of rank `to`, part by part; every rank calls it."""
         if not 0 <= to < self.world_size:
             raise ConfigError(f"to must be a rank of the group, 0 to {self.world_size - 1}, got {to!r}.")
-        self._consolidated = self._engine.collect(to)
+        self._consolidated = self._sharded.collect(to)
 
     def state_dict(self) -> dict[str, Any]:
         """Exactly what `optimizer_class` alone would return; on the rank to which it was consolidated."""
@@ -251,7 +252,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         """
         from .state.checkpoint import save_form  # torch.distributed.checkpoint takes long to import
 
-        return save_form(self._engine, self.param_groups)
+        return save_form(self._sharded, self.param_groups)
 
     def load_sharded_state_dict(self, checkpoint: Any, prefix: str = "") -> None:
         """Load what was saved from `sharded_state_dict()`, by any number of ranks and partition; every rank calls it.
@@ -259,12 +260,12 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         `checkpoint` is a folder or a `torch.distributed.checkpoint.StorageReader`; `prefix` is the key in the saved dict,
         with dots between several. A checkpoint that does not fit raises StateError and changes nothing.
         """
-        from .state.checkpoint import Loading
+        from .state.checkpoint import CheckpointLoad
 
-        options = Loading(self._engine, checkpoint, prefix).run(self.param_groups)
+        options = CheckpointLoad(self._sharded, checkpoint, prefix).run(self.param_groups)
         for group, loaded in zip(self.param_groups, options, strict=True):
             group.update(loaded)
-        self._engine.local.pull(self.param_groups)
+        self._sharded.local.pull(self.param_groups)
         self._consolidated = None
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -274,11 +275,11 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
             return
         states, groups = dict(state["state"]), state["param_groups"]
         elementwise = self.partition == "element"
-        check_states(states, self._engine.roster, self.optimizer_class, elementwise)
-        install(self._engine, self._normalised(states, groups))
+        check_states(states, self._sharded.table, self.optimizer_class, elementwise)
+        install(self._sharded, self._normalised(states, groups))
         super().__setstate__({"state": defaultdict(dict), "param_groups": groups})
-        self._engine.local.pull(groups)
-        self._engine.local.push(groups)
+        self._sharded.local.pull(groups)
+        self._sharded.local.push(groups)
         self._consolidated = None
 
     def _normalised(self, states: dict[torch.Tensor, Any], groups: list[dict[str, Any]]) -> dict[torch.Tensor, Any]:
@@ -299,13 +300,13 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
     @property
     def wrapper(self) -> DistributedDataParallel | None:
         """The latest phalanx.DistributedDataParallel that reduces parameters of this optimizer, if there is one."""
-        index_of = self._engine.roster.index_of
+        index_of = self._sharded.table.index_of
         for wrapper in known_wrappers():
             if wrapper._reducer is not None and any(param in index_of for param in wrapper._reducer.params):
                 return wrapper
         return None
 
-    def shadow_step(self) -> None:
+    def _step_joined(self) -> None:
         """Step this rank's part with the others, without inputs of its own; for ranks that have joined."""
         self.step()
         if self.wrapper is not None:
@@ -314,7 +315,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """What a rank does that has run out of inputs: it goes on stepping its part."""
-        return ShadowStep(self.shadow_step, self.wrapper)
+        return JoinedStep(self._step_joined, self.wrapper)
 
     @property
     def join_device(self) -> torch.device:
@@ -338,12 +339,12 @@ def _evaluate(closure: Any) -> Any:
         return closure()
 
 
-def _home(shared: bool, as_views: bool, choice: Choice, world: int) -> Home:
+def _placement(shared: bool, as_views: bool, choice: PartitionChoice, world: int) -> Placement:
     if shared and world > 1 and choice.partition != "element":
         raise ConfigError(
             f"shared_parameters=True needs the element partition, but this is the parameter partition ({choice.reason}). "
             "Use shared_parameters=False."
         )
     if shared and world > 1:
-        return Home.SHARED
-    return Home.BUCKET if as_views else Home.OWN
+        return Placement.SHARED
+    return Placement.BUCKET if as_views else Placement.OWN

@@ -18,10 +18,10 @@ from phalanx.plan.shards import (
     greedy_owners,
     loads_of,
     parameter_ownership,
-    pieces_of,
     reslice,
-    slice_bounds,
-    slice_numel,
+    shard_bounds,
+    shard_numel,
+    slices_of,
 )
 
 SIZES = st.lists(st.one_of(st.integers(0, 5), st.integers(0, 700)), min_size=1, max_size=12)
@@ -34,44 +34,44 @@ def plan_for(sizes: list[int], cap_elements: int) -> BucketPlan:
 
 
 def owners_by_element(ownership: Ownership, param: int) -> list[int]:
-    return [span.rank for span in ownership[param] for _ in range(span.start, span.stop)]
+    return [owned.rank for owned in ownership[param] for _ in range(owned.start, owned.stop)]
 
 
 @given(SIZES, WORLDS, st.integers(1, 900))
 def test_every_element_of_a_plan_has_one_owner(sizes: list[int], world: int, cap: int) -> None:
     ownership = element_ownership(plan_for(sizes, cap), world)
-    for size, spans in zip(sizes, ownership, strict=True):
-        assert spans[0].start == 0 and spans[-1].stop == size
-        assert all(a.stop == b.start for a, b in itertools.pairwise(spans))
-        assert all(0 <= span.rank < world for span in spans)
+    for size, ranges in zip(sizes, ownership, strict=True):
+        assert ranges[0].start == 0 and ranges[-1].stop == size
+        assert all(a.stop == b.start for a, b in itertools.pairwise(ranges))
+        assert all(0 <= owned.rank < world for owned in ranges)
 
 
 @given(SIZES, WORLDS, st.integers(1, 900))
 def test_ranks_own_equal_shares_of_every_bucket(sizes: list[int], world: int, cap: int) -> None:
     for bucket in plan_for(sizes, cap).buckets:
-        bounds = [slice_bounds(bucket.numel, world, rank) for rank in range(world)]
+        bounds = [shard_bounds(bucket.numel, world, rank) for rank in range(world)]
         assert bounds[0][0] == 0 and bounds[-1][1] == bucket.numel
         assert all(a[1] == b[0] for a, b in itertools.pairwise(bounds))
-        assert all(end - begin <= slice_numel(bucket.numel, world) for begin, end in bounds)
-        assert slice_numel(bucket.numel, world) * world - bucket.numel < world
+        assert all(end - begin <= shard_numel(bucket.numel, world) for begin, end in bounds)
+        assert shard_numel(bucket.numel, world) * world - bucket.numel < world
 
 
 @given(SIZES, WORLDS, st.integers(1, 900), st.sampled_from([None, UNIT, 3 * UNIT]))
-def test_pieces_are_what_a_rank_owns_cut_at_units(sizes: list[int], world: int, cap: int, chunk: int | None) -> None:
+def test_pieces_are_what_a_rank_owns_cut_at_units(sizes: list[int], world: int, cap: int, max_numel: int | None) -> None:
     plan = plan_for(sizes, cap)
     ownership = element_ownership(plan, world)
     found: dict[int, list[int]] = {param: [-1] * size for param, size in enumerate(sizes)}
     for bucket in plan.buckets:
         for rank in range(world):
-            for piece in pieces_of(bucket, world, rank, chunk):
-                size = sizes[piece.param]
-                assert piece.begin <= piece.start <= piece.stop <= piece.end <= size
-                assert piece.begin % UNIT == 0 or piece.numel == 0
-                assert piece.end % UNIT == 0 or piece.end == size or piece.numel == 0
-                assert chunk is None or piece.end - piece.begin <= chunk
-                for element in range(piece.start, piece.stop):
-                    assert found[piece.param][element] == -1, "owned twice"
-                    found[piece.param][element] = rank
+            for part in slices_of(bucket, world, rank, max_numel):
+                size = sizes[part.param]
+                assert part.begin <= part.start <= part.stop <= part.end <= size
+                assert part.begin % UNIT == 0 or part.numel == 0
+                assert part.end % UNIT == 0 or part.end == size or part.numel == 0
+                assert max_numel is None or part.end - part.begin <= max_numel
+                for element in range(part.start, part.stop):
+                    assert found[part.param][element] == -1, "owned twice"
+                    found[part.param][element] = rank
     assert all(found[param] == owners_by_element(ownership, param) for param in found)
 
 
@@ -109,8 +109,8 @@ def test_moves_take_every_element_from_its_old_owner_to_its_new_one(
 
 def test_what_cannot_be_divided_is_refused() -> None:
     plan = plan_for([100, 200], 400)
-    with pytest.raises(PlanError, match="a chunk must be a positive multiple"):
-        pieces_of(plan.buckets[0], 2, 0, UNIT + 1)
+    with pytest.raises(PlanError, match="largest slice must be a positive multiple"):
+        slices_of(plan.buckets[0], 2, 0, UNIT + 1)
     with pytest.raises(PlanError, match="cannot re-slice 2 parameters into 1"):
         reslice(element_ownership(plan, 2), element_ownership(plan_for([100], 400), 2))
     with pytest.raises(PlanError, match="parameter 1 has 200 elements in one partition and 201"):

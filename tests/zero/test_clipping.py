@@ -71,7 +71,7 @@ def misuse_scattered(rank: int, world: int) -> None:
     with pytest.raises(RuntimeError, match="non-finite"):
         for param in again._all_params:
             assert param.grad is None or param.grad.shape == param.shape
-        again._overlap.windows.owned()[0].fill_(float("inf"))
+        again._overlap.gradient_shards.owned()[0].fill_(float("inf"))
         again.clip_grad_norm_(1.0, error_if_nonfinite=True)
 
 

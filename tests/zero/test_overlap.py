@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import phalanx
 from phalanx.comm import hooks
 from phalanx.zero import ZeroRedundancyOptimizer, hook_with_zero_step, hook_with_zero_step_interleaved
-from phalanx.zero.overlap.reduce_scatter import ScatterReduction
+from phalanx.zero.overlap.reduce_scatter import ReduceScatter
 from tests.cluster import run_ranks
 from tests.zero.cases import Given, differing, mean_gradients, own_gradients, sample, set_gradients
 
@@ -174,7 +174,7 @@ def count_traffic(rank: int, world: int) -> dict[str, int]:
         zero.zero_grad()
         wrapped(own_gradients(model, step, rank, world)).backward()
     moved = dict.fromkeys(("all_reduce", "reduce_scatter", "all_gather", "broadcast"), 0)
-    transports = {id(c): c for c in (zero._engine.collectives, wrapped.collectives)}
+    transports = {id(c): c for c in (zero._sharded.collectives, wrapped.collectives)}
     for collectives in transports.values():
         for verb in moved:
             kept = getattr(collectives, verb)
@@ -225,7 +225,7 @@ def with_hook(rank: int, world: int, name: str, when: str) -> Any:
         zero.zero_grad()
         wrapped(own_gradients(model, step, rank, world, most=8)).backward()
         found.append(differing(model, sample(plain_model)))
-    return found, isinstance(wrapped.reducer.reduction, ScatterReduction)
+    return found, isinstance(wrapped.reducer.reduction, ReduceScatter)
 
 
 @pytest.mark.parametrize("when", ["before", "after", "step", "interleaved"])

@@ -59,7 +59,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "no class": ({"optimizer_class": 3}, TypeError, "optimizer_class must be a class"),
     "an instance": ({"optimizer_class": optim.SGD([torch.zeros(1)])}, TypeError, "optimizer_class must be a class"),
     "step_in_backward alone": ({"step_in_backward": True}, ValueError, "overlap_with_ddp=True"),
-    "LBFGS overlapped": ({"optimizer_class": optim.LBFGS, "overlap_with_ddp": True}, ValueError, "several times a step"),
+    "LBFGS overlapped": ({"optimizer_class": optim.LBFGS, "overlap_with_ddp": True}, ValueError, "several times per step"),
     "shared whole parameters": (
         {"partition": "parameter", "shared_parameters": True},
         ValueError,

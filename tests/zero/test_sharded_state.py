@@ -39,7 +39,7 @@ def save(rank: int, world: int, folder: str, partition: str, name: str) -> int:
     zero = ZeroRedundancyOptimizer(model.parameters(), getattr(optim, name), lr=0.01, partition=partition)
     advance(model, zero, range(5))
     sizes: list[int] = []
-    collectives = zero._engine.collectives
+    collectives = zero._sharded.collectives
     gather = collectives.all_gather
     collectives.all_gather = lambda out, own: sizes.append(out.numel()) or gather(out, own)  # type: ignore[method-assign]
     state = zero.sharded_state_dict()

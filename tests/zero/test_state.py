@@ -73,7 +73,7 @@ def collect_slowly(rank: int, world: int, message_numel: int) -> Any:
     """With messages much smaller than the state; what was received at once is written down."""
     _, zero = trained()
     sizes = []
-    collectives = zero._engine.collectives
+    collectives = zero._sharded.collectives
     gather = collectives.all_gather
 
     def watch(output: torch.Tensor, input: torch.Tensor) -> Any:

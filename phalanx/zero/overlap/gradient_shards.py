@@ -1,6 +1,6 @@
-"""This rank's slices of the scattered gradients: which memory they are in, and whose they are.
+"""This rank's shards of the gradients: which memory they are in, and whose they are.
 
-A parameter whose `.grad` is a `ScatteredGradient` has its mean here, in pieces; one whose `.grad` is None has none,
+A parameter whose `.grad` is a `ScatteredGradient` has its mean here, in slices; one whose `.grad` is None has none,
 whatever the memory holds. What a user did not zero is carried over and added to the next mean, as `.grad` would.
 """
 
@@ -12,34 +12,34 @@ import torch
 
 from ...ddp.bucket import LiveBucket
 from ...errors import ReductionError
-from ..partition.shard import LivePiece, Shard
-from ..state.sharded_optimizer import Engine
-from .placeholder import ScatteredGradient, take_pending
-from .reduce_scatter import ScatterReduction
+from ..partition.shard import LiveSlice, Shard
+from ..state.sharded_optimizer import ShardedOptimizer
+from .reduce_scatter import ReduceScatter
+from .scattered_gradient import ScatteredGradient, take_pending
 
 # No optimizer has a state of this name.
-_PARKED = "gradient between two divisions"
+_SET_ASIDE = "gradient between two partitions"
 
 
-class GradientWindows:
-    """The slices for the shards of one plan, in the memory of `buckets` or apart from it."""
+class GradientShards:
+    """The gradients of the shards of one plan, in the memory of `buckets` or apart from it."""
 
     def __init__(
-        self, engine: Engine, shards: Sequence[Shard], buckets: Sequence[LiveBucket], scatter: ScatterReduction
+        self, sharded: ShardedOptimizer, shards: Sequence[Shard], buckets: Sequence[LiveBucket], scatter: ReduceScatter
     ) -> None:
-        self._engine = engine
+        self._sharded = sharded
         self._shards = shards
         self._scatter = scatter
         self._gradients: list[list[torch.Tensor]] = []
-        self._pieces: dict[int, list[tuple[LivePiece, torch.Tensor]]] = {}
+        self._slices: dict[int, list[tuple[LiveSlice, torch.Tensor]]] = {}
         for shard, bucket in zip(shards, buckets, strict=True):
-            memory, origin = scatter.window(bucket)
-            gradients = [_view(piece, shard, memory, origin) for piece in shard.pieces]
+            memory, origin = scatter.own_memory(bucket)
+            gradients = [_view(live, shard, memory, origin) for live in shard.slices]
             self._gradients.append(gradients)
-            for piece, gradient in zip(shard.pieces, gradients, strict=True):
-                self._pieces.setdefault(piece.index, []).append((piece, gradient))
-        params = engine.roster.params
-        index_of = engine.roster.index_of
+            for live, gradient in zip(shard.slices, gradients, strict=True):
+                self._slices.setdefault(live.index, []).append((live, gradient))
+        params = sharded.table.params
+        index_of = sharded.table.index_of
         self._numbers = [[index_of[param] for param in bucket.params] for bucket in buckets]
         trained = [number for numbers in self._numbers for number in numbers]
         self._markers = {number: ScatteredGradient(params[number], number, self) for number in trained}
@@ -57,14 +57,14 @@ class GradientWindows:
         self._carried = {}
         for number, marker in self._markers.items():
             marker.is_leaving = False
-            param = self._engine.roster.params[number]
+            param = self._sharded.table.params[number]
             if take_pending(param) and not shadow:
                 if self._scatter.forgets:
                     raise ReductionError(
-                        f"{self._engine.roster.names[number]} still has the gradient of the last step, which stage=2 has "
+                        f"{self._sharded.table.names[number]} still has the gradient of the last step, which stage=2 has "
                         "freed, so that another cannot be added to it. Call zero_grad() before each step's backward."
                     )
-                self._carried[number] = [gradient.clone() for _, gradient in self._pieces.get(number, ())]
+                self._carried[number] = [gradient.clone() for _, gradient in self._slices.get(number, ())]
         return bool(self._carried)
 
     def replace(self, bucket: LiveBucket, place: int) -> None:
@@ -80,17 +80,17 @@ class GradientWindows:
                 param.grad = self._markers[number]
 
     def receive(self, bucket: LiveBucket, factor: float, usage: Sequence[int] | None) -> None:
-        """The mean is there: give it to the pieces of parameters that any rank used, and mark those."""
+        """The mean is there: give it to the slices of parameters that any rank used, and mark those."""
         if factor != 1.0:
             self._scatter.own(bucket).mul_(factor)
         for place, number in enumerate(self._numbers[bucket.index]):
             self._markers[number].is_leaving = False
             used = usage is None or usage[place] > 0
             carried = self._carried.pop(number, None)
-            for k, (piece, gradient) in enumerate(self._pieces.get(number, ())):
+            for k, (live, gradient) in enumerate(self._slices.get(number, ())):
                 if carried is not None:
                     gradient.add_(carried[k]) if used else gradient.copy_(carried[k])
-                piece.tensor.grad = gradient if used or carried is not None else None
+                live.tensor.grad = gradient if used or carried is not None else None
             if used or carried is not None:
                 bucket.params[place].grad = self._markers[number]
 
@@ -100,75 +100,75 @@ class GradientWindows:
             return
         for shard, gradients in zip(self._shards, self._gradients, strict=True):
             shard.take_gradients()
-            for piece, gradient in zip(shard.pieces, gradients, strict=True):
-                if piece.tensor.grad is not None:
-                    gradient.copy_(piece.tensor.grad)
+            for live, gradient in zip(shard.slices, gradients, strict=True):
+                if live.tensor.grad is not None:
+                    gradient.copy_(live.tensor.grad)
             shard.drop_gradients()
         self.mark_all()
 
     def mark_all(self) -> None:
         """Free whatever whole gradients there are: each rank has its slices, or has used them."""
         for number, marker in self._markers.items():
-            param = self._engine.roster.params[number]
+            param = self._sharded.table.params[number]
             if param.grad is not None and param.grad is not marker:
                 param.grad = marker
 
-    # -- another division ----------------------------------------------------------------------
+    # -- another partition ---------------------------------------------------------------------
 
-    def park(self) -> None:
-        """Before parameters are divided anew: let the means travel with the optimizer's state."""
+    def set_aside(self) -> None:
+        """Before another partition is made: let the means travel with the optimizer's state."""
         if self._scatter.forgets:
             return
-        params, state = self._engine.roster.params, self._engine.optim.state
+        params, state = self._sharded.table.params, self._sharded.optim.state
         for number in self._markers:
             if isinstance(params[number].grad, ScatteredGradient):
-                self._engine.has_state = True
-                for piece, gradient in self._pieces.get(number, ()):
-                    state[piece.tensor][_PARKED] = gradient
+                self._sharded.has_state = True
+                for live, gradient in self._slices.get(number, ()):
+                    state[live.tensor][_SET_ASIDE] = gradient
 
-    def unpark(self) -> None:
-        """Afterwards, in the windows of the new division: take the means out of the state again."""
-        params, state = self._engine.roster.params, self._engine.optim.state
+    def restore(self) -> None:
+        """Afterwards, in the shards of the new partition: take the means out of the state again."""
+        params, state = self._sharded.table.params, self._sharded.optim.state
         for number, marker in self._markers.items():
             old = params[number].grad
             if isinstance(old, ScatteredGradient):
                 marker.pending = old.pending
                 params[number].grad = marker
-            for piece, gradient in self._pieces.get(number, ()):
-                mine = state.get(piece.tensor)
-                if mine is not None and _PARKED in mine:
-                    gradient.copy_(mine.pop(_PARKED))
+            for live, gradient in self._slices.get(number, ()):
+                mine = state.get(live.tensor)
+                if mine is not None and _SET_ASIDE in mine:
+                    gradient.copy_(mine.pop(_SET_ASIDE))
                     if not mine:
-                        del state[piece.tensor]
+                        del state[live.tensor]
 
     # -- afterwards ----------------------------------------------------------------------------
 
     def arm(self) -> None:
-        """Before a step apart from backward: give pieces the gradients that the parameters still have."""
+        """Before a step apart from backward: give slices the gradients that the parameters still have."""
         for number in self._markers:
-            grad = self._engine.roster.params[number].grad
+            grad = self._sharded.table.params[number].grad
             if grad is not None and (not isinstance(grad, ScatteredGradient) or grad.pending is not None):
                 raise ReductionError(
-                    f"{self._engine.roster.names[number]} has a gradient that no backward has reduced. Run the last "
+                    f"{self._sharded.table.names[number]} has a gradient that no backward has reduced. Run the last "
                     "backward of each step outside no_sync(), and leave `.grad` alone."
                 )
-            for piece, gradient in self._pieces.get(number, ()):
-                piece.tensor.grad = None if grad is None else gradient
+            for live, gradient in self._slices.get(number, ()):
+                live.tensor.grad = None if grad is None else gradient
 
     def owned(self) -> list[torch.Tensor]:
         """The owned slices of all gradients that there are."""
-        params = self._engine.roster.params
+        params = self._sharded.table.params
         return [
-            piece.owned(gradient)
-            for number, pairs in self._pieces.items()
+            live.owned(gradient)
+            for number, pairs in self._slices.items()
             if isinstance(params[number].grad, ScatteredGradient)
-            for piece, gradient in pairs
+            for live, gradient in pairs
         ]
 
     def zero_slices(self, numbers: Sequence[int]) -> None:
         """Set the slices of these parameters to zero."""
         for number in numbers:
-            for _, gradient in self._pieces.get(number, ()):
+            for _, gradient in self._slices.get(number, ()):
                 gradient.zero_()
 
     def unscale_slices(self, numbers: Sequence[int], found_inf: torch.Tensor, inverse_scale: torch.Tensor) -> None:
@@ -178,13 +178,13 @@ class GradientWindows:
                 "the gradients were used during backward, before they could be unscaled. Make the optimizer with "
                 "step_in_backward=False to use a GradScaler."
             )
-        slices = [piece.owned(grad) for number in numbers for piece, grad in self._pieces.get(number, ())]
+        slices = [live.owned(grad) for number in numbers for live, grad in self._slices.get(number, ())]
         if slices:
             torch._amp_foreach_non_finite_check_and_unscale_(slices, found_inf, inverse_scale)
-        work = self._engine.collectives.all_reduce(found_inf)
-        self._engine.collectives.wait(work, "asking whether any gradient is infinite")
+        work = self._sharded.collectives.all_reduce(found_inf)
+        self._sharded.collectives.wait(work, "asking whether any gradient is infinite")
 
 
-def _view(piece: LivePiece, shard: Shard, memory: torch.Tensor, origin: int) -> torch.Tensor:
-    offset = shard.offset_of[piece.piece.param] - origin
-    return piece.shaped(memory[offset + piece.piece.begin : offset + piece.piece.end])
+def _view(live: LiveSlice, shard: Shard, memory: torch.Tensor, origin: int) -> torch.Tensor:
+    offset = shard.offset_of[live.bounds.param] - origin
+    return live.shaped(memory[offset + live.bounds.begin : offset + live.bounds.end])

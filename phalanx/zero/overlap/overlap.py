@@ -11,7 +11,7 @@ The first backward that a wrapper reduces is reduced whole, because the plan tha
 are divided once that is known, and the update is made then.
 With `step_in_backward=False` nothing is stepped before `step()` is called, which makes room for clipping.
 The plan may be replaced after the first backward, and again with another wrapper: the state then moves to the
-new division before the next bucket is reduced.
+new partition before the next bucket is reduced.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from ...ddp.wrappers import known_wrappers, listen
 from ...errors import ConfigError, MismatchError, ReductionError
 from ...plan import BucketCaps, BucketPlan, build_plan
 from ...plan.buckets import DEFAULT_CAP_BYTES
-from ..partition.element import ElementPartition, Home, Layout, own_layouts
+from ..partition.element import ElementPartition, NumberedPlan, Placement, numbered_plans
 from ..partition.kinds import Kind
-from ..partition.param_table import Roster
-from ..state.sharded_optimizer import Engine
-from .gradient_shards import GradientWindows
-from .placeholder import ScatteredGradient
-from .reduce_scatter import ScatterReduction
+from ..partition.param_table import ParamTable
+from ..state.sharded_optimizer import ShardedOptimizer
+from .gradient_shards import GradientShards
+from .reduce_scatter import ReduceScatter
+from .scattered_gradient import ScatteredGradient
 
 # On a hook that does what happens without it, so that the reduction that scatters may take its place.
 REPLACEABLE = "_phalanx_replaceable"
@@ -53,14 +53,14 @@ class Overlap:
     """One optimizer's engagement with one wrapper. `update` brackets an update: called with True, then False."""
 
     def __init__(
-        self, engine: Engine, stage: int, step_in_backward: bool, update: Callable[[bool], dict[str, Any]]
+        self, sharded: ShardedOptimizer, stage: int, step_in_backward: bool, update: Callable[[bool], dict[str, Any]]
     ) -> None:
-        if engine.choice.kind is Kind.COUPLED:
+        if sharded.choice.kind is Kind.COUPLED:
             raise ConfigError(
-                f"overlap_with_ddp=True is not possible with {type(engine.optim).__name__}, which evaluates the model "
-                "several times a step. Use overlap_with_ddp=False."
+                f"overlap_with_ddp=True is not possible with {type(sharded.optim).__name__}, which evaluates the model "
+                "several times per step. Use overlap_with_ddp=False."
             )
-        self.engine = engine
+        self.sharded = sharded
         self.stage = stage
         self.in_backward = step_in_backward
         self.num_updates = 0
@@ -75,8 +75,8 @@ class Overlap:
         # Gradients that were whole when the last backward ended, and used in its update, with their versions.
         self._used: list[tuple[torch.Tensor, weakref.ref[torch.Tensor], int]] = []
         self._wrapper: weakref.ref[DistributedDataParallel] | None = None
-        self._scatter: ScatterReduction | None = None
-        self.windows: GradientWindows | None = None
+        self._scatter: ReduceScatter | None = None
+        self.gradient_shards: GradientShards | None = None
         for wrapper in known_wrappers():
             if self._wrapper is None:
                 self.consider(wrapper)
@@ -106,7 +106,7 @@ class Overlap:
         return wrapper.reducer
 
     @property
-    def scatter(self) -> ScatterReduction | None:
+    def scatter(self) -> ReduceScatter | None:
         """The reduction that scatters, if the reducer uses it."""
         return self._scatter if self._scatter is not None and self.scatters else None
 
@@ -118,7 +118,7 @@ class Overlap:
     def consider(self, wrapper: DistributedDataParallel) -> None:
         """Join `wrapper` if it reduces parameters of this optimizer."""
         reducer = wrapper._reducer
-        if reducer is None or not any(param in self.engine.roster.index_of for param in reducer.params):
+        if reducer is None or not any(param in self.sharded.table.index_of for param in reducer.params):
             return
         self._check(wrapper, reducer)
         earlier = _user_of(reducer)
@@ -132,8 +132,8 @@ class Overlap:
         reducer.on_bucket_reduced.append(self._reduced)
         reducer.on_reduced.append(self._ended)
         self._low_precision = wrapper.mixed_precision is not None
-        if self.engine.choice.partition == "element" and not self._low_precision:
-            self._scatter = ScatterReduction(
+        if self.sharded.choice.partition == "element" and not self._low_precision:
+            self._scatter = ReduceScatter(
                 reducer.collectives, reducer, self, self.stage, self.in_backward
             )
             if wrapper._hook is None:
@@ -172,13 +172,13 @@ class Overlap:
         return build_plan(plan.specs, BucketCaps((cap,)), plan.order)
 
     def _check(self, wrapper: DistributedDataParallel, reducer: Reducer) -> None:
-        mine, theirs = self.engine.collectives.group, wrapper.process_group
+        mine, theirs = self.sharded.collectives.group, wrapper.process_group
         if mine is not theirs:
             raise ConfigError(
                 "overlap_with_ddp=True needs the optimizer and DistributedDataParallel on the same process group. "
                 "Give both the same process_group."
             )
-        if self.engine.choice.partition == "element" and any(bucket.sparse for bucket in reducer.plan.buckets):
+        if self.sharded.choice.partition == "element" and any(bucket.sparse for bucket in reducer.plan.buckets):
             names = [reducer.plan.specs[b.slots[0].param].name for b in reducer.plan.buckets if b.sparse]
             raise ConfigError(
                 f"'{names[0]}' has sparse gradients, which cannot be scattered. Use Embedding(sparse=False), or "
@@ -189,7 +189,7 @@ class Overlap:
                 "stage=2 frees gradients and gradient_as_bucket_view=True keeps memory for all of them. Use one of the two."
             )
 
-    # -- the division --------------------------------------------------------------------------
+    # -- the partition -------------------------------------------------------------------------
 
     def _adopted(self) -> None:
         self._stale = True
@@ -206,45 +206,45 @@ class Overlap:
         if not self._stale:
             return
         reducer = self.reducer
-        if reducer.collectives.group is not self.engine.collectives.group:
+        if reducer.collectives.group is not self.sharded.collectives.group:
             raise MismatchError(
                 "the wrapper has changed to another process group, and part of the optimizer's state is with ranks of the "
                 "old one. Save the state before the change, and load it into an optimizer on the new group."
             )
-        engine = self.engine
+        sharded = self.sharded
         # The reducer's plan is in the precision of its buckets, which parameters of full precision cannot live in.
         if not self._low_precision:
-            engine.lay_out = self._lay_out
-            if engine.home is Home.OWN:
-                engine.home = Home.BUCKET
-        if self.windows is not None and self.scatters:
-            self.windows.park()
-        engine.redivide()
+            sharded.make_plans = self._make_plans
+            if sharded.placement is Placement.OWN:
+                sharded.placement = Placement.BUCKET
+        if self.gradient_shards is not None and self.scatters:
+            self.gradient_shards.set_aside()
+        sharded.repartition()
         self._stale = False
-        self.windows = None
-        if self.scatter is not None and isinstance(engine.partition, ElementPartition):
-            self.windows = GradientWindows(engine, engine.partition.shards_of[0], reducer.buckets, self.scatter)
-            self.windows.unpark()
+        self.gradient_shards = None
+        if self.scatter is not None and isinstance(sharded.partition, ElementPartition):
+            self.gradient_shards = GradientShards(sharded, sharded.partition.shards_of[0], reducer.buckets, self.scatter)
+            self.gradient_shards.restore()
 
-    def _lay_out(self, roster: Roster) -> list[Layout]:
+    def _make_plans(self, table: ParamTable) -> list[NumberedPlan]:
         reducer = self.reducer
         for param, spec in zip(reducer.params, reducer.plan.specs, strict=True):
-            if param not in roster.index_of:
+            if param not in table.index_of:
                 raise ConfigError(
                     f"DistributedDataParallel reduces '{spec.name}', which is not among this optimizer's parameters: with "
                     "overlap_with_ddp=True nobody would get its whole gradient. Give the optimizer all parameters, or "
                     "use overlap_with_ddp=False."
                 )
-        numbers = tuple(roster.index_of[param] for param in reducer.params)
-        rest = sorted(set(range(len(roster.params))) - set(numbers))
+        numbers = tuple(table.index_of[param] for param in reducer.params)
+        rest = sorted(set(range(len(table.params))) - set(numbers))
         wrapped = set(self.wrapper.module.parameters()) if self.wrapper is not None else set()
         for number in rest:
-            if roster.params[number].requires_grad and roster.params[number] not in wrapped:
+            if table.params[number].requires_grad and table.params[number] not in wrapped:
                 raise ConfigError(
-                    f"{roster.names[number]} is not reduced by DistributedDataParallel: with overlap_with_ddp=True "
+                    f"{table.names[number]} is not reduced by DistributedDataParallel: with overlap_with_ddp=True "
                     "nobody would step it. Leave it to another optimizer, or use overlap_with_ddp=False."
                 )
-        return [Layout(reducer.plan, numbers), *own_layouts(roster, rest)]
+        return [NumberedPlan(reducer.plan, numbers), *numbered_plans(table, rest)]
 
     # -- a backward that scatters --------------------------------------------------------------
 
@@ -257,23 +257,23 @@ class Overlap:
             )
         with torch.no_grad():
             self.catch_up()
-            if self.windows is not None and self.windows.begin(shadow):
+            if self.gradient_shards is not None and self.gradient_shards.begin(shadow):
                 self._refuse_second_use()
 
     def packed(self, bucket: LiveBucket, place: int) -> None:
         """A local gradient is in the bucket, and needs no memory of its own any more."""
-        if self.windows is not None:
-            self.windows.replace(bucket, place)
+        if self.gradient_shards is not None:
+            self.gradient_shards.replace(bucket, place)
 
     def sent(self, bucket: LiveBucket) -> None:
         """The bucket has been packed: its local gradients are not needed any more."""
-        if self.windows is not None:
-            self.windows.release(bucket)
+        if self.gradient_shards is not None:
+            self.gradient_shards.release(bucket)
 
     def take(self, bucket: LiveBucket, factor: float, usage: Sequence[int] | None) -> None:
         """The bucket's own slice is reduced."""
-        assert self.windows is not None, "a scattered bucket has a window"
-        self.windows.receive(bucket, factor, usage)
+        assert self.gradient_shards is not None, "a scattered bucket has gradient shards"
+        self.gradient_shards.receive(bucket, factor, usage)
         if self.in_backward:
             self._update(bucket.index)
 
@@ -300,7 +300,7 @@ class Overlap:
         if self.scatters or self._low_precision or not self.reducer.settled:
             return
         self.catch_up()
-        partition = self.engine.partition
+        partition = self.sharded.partition
         if self.in_backward and isinstance(partition, ElementPartition):
             partition.shards_of[0][bucket.index].take_gradients()
             self._update(bucket.index)
@@ -322,18 +322,18 @@ class Overlap:
 
     def _update(self, index: int) -> None:
         """Step one bucket, in the midst of backward, and send it off."""
-        partition = self.engine.partition
+        partition = self.sharded.partition
         assert isinstance(partition, ElementPartition), "only elements are stepped bucket by bucket"
         self._open()
         shard = partition.shards_of[0][index]
         shard.refresh()
-        partition.update(shard, self.engine.local, self._arguments)
+        partition.update(shard, self.sharded.local, self._arguments)
 
     @torch.no_grad()
     def _ended(self) -> None:
         """The backward has ended everywhere: finish the update, and follow a new plan."""
-        if self._updating and isinstance(self.engine.partition, ElementPartition):
-            self.engine.partition.gathering.finish()
+        if self._updating and isinstance(self.sharded.partition, ElementPartition):
+            self.sharded.partition.gathering.finish()
             self._close()
             self.catch_up()
             return
@@ -341,8 +341,8 @@ class Overlap:
         if self._scatter is not None and type(self.reducer.reduction) is AllReduce:
             self.reducer.use(self._scatter)
         self.catch_up()
-        if self.windows is not None and whole:
-            self.windows.absorb()
+        if self.gradient_shards is not None and whole:
+            self.gradient_shards.absorb()
         if self.in_backward:
             self._open()
             self._step_everything(self._arguments)
@@ -357,10 +357,10 @@ class Overlap:
 
     def _forget_gradients(self) -> None:
         """Gradients have been used: free whole ones, or remember that they have been."""
-        if self.windows is not None:
-            self.windows.mark_all()
+        if self.gradient_shards is not None:
+            self.gradient_shards.mark_all()
             return
-        for param in self.engine.roster.params:
+        for param in self.sharded.table.params:
             if self.stage == 2:
                 param.grad = None
             elif param.grad is not None:
@@ -369,16 +369,16 @@ class Overlap:
     @torch.no_grad()
     def step(self, arguments: dict[str, Any]) -> None:
         """Step what backward left scattered, all buckets together (`step_in_backward=False`)."""
-        if self.windows is None:
+        if self.gradient_shards is None:
             self.refuse_unreduced()
         self._step_everything(arguments)
 
     def _step_everything(self, arguments: dict[str, Any]) -> None:
-        partition, windows = self.engine.partition, self.windows
-        if windows is None or windows.forgets or not isinstance(partition, ElementPartition):
-            partition.step(self.engine.local, None, arguments)
+        partition, gradients = self.sharded.partition, self.gradient_shards
+        if gradients is None or gradients.forgets or not isinstance(partition, ElementPartition):
+            partition.step(self.sharded.local, None, arguments)
             return
-        windows.arm()
+        gradients.arm()
         partition.prepare()
         for shards in partition.shards_of:
             for shard in shards:
@@ -386,17 +386,17 @@ class Overlap:
                     shard.refresh()
                     if shards is not partition.shards_of[0]:
                         shard.take_gradients()
-                    partition.update(shard, self.engine.local, arguments)
+                    partition.update(shard, self.sharded.local, arguments)
         partition.gathering.finish()
 
     def refuse_unreduced(self) -> None:
         """Raise if gradients have been accumulated that no backward has reduced."""
-        for number, param in enumerate(self.engine.roster.params):
+        for number, param in enumerate(self.sharded.table.params):
             grad = param.grad
             waiting = grad.pending is not None if isinstance(grad, ScatteredGradient) else grad is not None
             if waiting and (self.scatters or self.in_backward):
                 raise ReductionError(
-                    f"step() has nothing to step: {self.engine.roster.names[number]} has a gradient, but no backward has "
+                    f"step() has nothing to step: {self.sharded.table.names[number]} has a gradient, but no backward has "
                     "reduced it since the last step. Run the last backward of each step outside no_sync()."
                 )
 

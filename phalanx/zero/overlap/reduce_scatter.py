@@ -1,6 +1,6 @@
-"""The reduction that leaves each rank the mean of its own slice of every bucket, and nothing else.
+"""The reduction that leaves each rank the mean of its own shard of every bucket, and nothing else.
 
-    stage 1   every bucket has memory of its own; the mean lies in the own slice of it
+    stage 1   every bucket has memory of its own; the mean lies in the own shard of it
     stage 2   buckets share memory in turn, as many as may be under way; the mean is used, or kept apart, at once
 
 Knows how slices are reduced. What is done with them, and when, is up to the `SliceTaker`.
@@ -18,7 +18,7 @@ from ...ddp.bucket import LiveBucket
 from ...ddp.reducer import Reducer
 from ...ddp.reduction import Mean
 from ...errors import ReductionError
-from ...plan.shards import UNIT, slice_numel
+from ...plan.shards import UNIT, shard_numel
 
 # Buckets under way at once. In the first stage nothing but time is lost by waiting, so that backward hardly ever waits
 # for a bucket; in the second each costs memory.
@@ -41,7 +41,7 @@ class SliceTaker(Protocol):
         """The mean of the own slice of a bucket is there, still to be multiplied with `factor`."""
 
 
-class ScatterReduction(Mean):
+class ReduceScatter(Mean):
     """Reduce-scatter in place of all-reduce. `used_at_once`: the taker is done with a slice when it returns."""
 
     tail_rides = False
@@ -62,7 +62,7 @@ class ScatterReduction(Mean):
         self.used_at_once = used_at_once
         self.packs_early = stage == 1
         self._shared: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
-        self._windows: dict[int, torch.Tensor] = {}
+        self._kept_apart: dict[int, torch.Tensor] = {}
 
     # -- memory --------------------------------------------------------------------------------
 
@@ -72,16 +72,16 @@ class ScatterReduction(Mean):
         return self._stage == 2 and self.used_at_once
 
     def _padded(self, numel: int) -> int:
-        return slice_numel(numel, self.collectives.world) * self.collectives.world
+        return shard_numel(numel, self.collectives.world) * self.collectives.world
 
     def allocate(self, index: int, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         if index == 0:
-            self._shared, self._windows = {}, {}
+            self._shared, self._kept_apart = {}, {}
         padded = self._padded(numel)
         if self._stage == 2 and not self.used_at_once:
-            # Room for a unit on both sides: the pieces at the slice's ends are computed in whole units.
+            # Room for a unit on both sides: the slices at the shard's ends are computed in whole units.
             size = padded // self.collectives.world + 2 * UNIT
-            self._windows[index] = torch.zeros(size, dtype=dtype, device=device)
+            self._kept_apart[index] = torch.zeros(size, dtype=dtype, device=device)
         if self._stage == 1:
             return self.collectives.allocate(padded, dtype, device)
         kind = self._reducer.plan.buckets[index].dtype, self._reducer.plan.buckets[index].device
@@ -93,17 +93,17 @@ class ScatterReduction(Mean):
         turn = sum(bucket.index < index for bucket in alike) % len(self._shared[dtype, device])
         return self._shared[dtype, device][turn][:padded]
 
-    def window(self, bucket: LiveBucket) -> tuple[torch.Tensor, int]:
+    def own_memory(self, bucket: LiveBucket) -> tuple[torch.Tensor, int]:
         """Memory that holds the own slice once it is reduced, and the place in the bucket of its first element."""
-        if bucket.index in self._windows:
+        if bucket.index in self._kept_apart:
             size = bucket.flat.numel() // self.collectives.world
-            return self._windows[bucket.index], self.collectives.rank * size - UNIT
+            return self._kept_apart[bucket.index], self.collectives.rank * size - UNIT
         return bucket.flat, 0
 
     def own(self, bucket: LiveBucket) -> torch.Tensor:
         """The own slice, in the memory that holds it once it is reduced."""
         size = bucket.flat.numel() // self.collectives.world
-        memory, origin = self.window(bucket)
+        memory, origin = self.own_memory(bucket)
         return memory.narrow(0, self.collectives.rank * size - origin, size)
 
     @property
@@ -114,7 +114,7 @@ class ScatterReduction(Mean):
             flats = [flat for shared in self._shared.values() for flat in shared]
         else:
             flats = list(storages.values())
-        return sum(flat.numel() * flat.element_size() for flat in (*flats, *self._windows.values()))
+        return sum(flat.numel() * flat.element_size() for flat in (*flats, *self._kept_apart.values()))
 
     # -- the way of a bucket -------------------------------------------------------------------
 

@@ -1,6 +1,6 @@
-"""The element partition: every bucket cut into equal slices, one a rank.
+"""The element partition: every bucket cut into equal shards, one per rank.
 
-A step goes bucket by bucket: step the own slice of one, send it off, step the next while it travels.
+A step goes bucket by bucket: step the own shard of one, send it off, step the next while it travels.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from ...comm.one_copy import allocate_one_copy
 from ...errors import ConfigError
 from ...observe import trace
 from ...plan import Bucket, BucketCaps, BucketPlan, ParamSpec, build_plan
-from ...plan.shards import Ownership, Span, element_ownership
+from ...plan.shards import OwnedRange, Ownership, element_ownership
 from .gathering import Gathering
 from .local import LocalOptimizer
-from .param_table import Roster
-from .partition import Held, Partition
-from .shard import Allocate, LivePiece, Shard
+from .param_table import ParamTable
+from .partition import OwnedTensor, Partition
+from .shard import Allocate, LiveSlice, Shard
 
 # As large as those of DistributedDataParallel: fewer collectives cost less than more overlap gains on one host,
 # and several of these are under way at once in any model for which it matters.
@@ -31,29 +31,29 @@ CAP_BYTES = 25 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
-    """A plan, and the number in the optimizer of each of its parameters."""
+class NumberedPlan:
+    """A plan, and the number that each of its parameters has in the optimizer."""
 
     plan: BucketPlan
     numbers: tuple[int, ...]
 
 
-def own_layouts(roster: Roster, numbers: Sequence[int]) -> list[Layout]:
-    """Layouts for the parameters `numbers`, in their order.
+def numbered_plans(table: ParamTable, numbers: Sequence[int]) -> list[NumberedPlan]:
+    """Plans for the parameters `numbers`, in their order.
 
     Frozen parameters get buckets of their own: they have no state, so mixed with the others they would
     leave some ranks with less of it.
     """
-    layouts = []
+    plans = []
     for trained in (True, False):
-        chosen = tuple(n for n in numbers if roster.params[n].requires_grad is trained)
+        chosen = tuple(n for n in numbers if table.params[n].requires_grad is trained)
         if chosen:
-            specs = [roster.specs[n] for n in chosen]
-            layouts.append(Layout(build_plan(specs, BucketCaps((CAP_BYTES,)), range(len(specs))), chosen))
-    return layouts
+            specs = [table.specs[n] for n in chosen]
+            plans.append(NumberedPlan(build_plan(specs, BucketCaps((CAP_BYTES,)), range(len(specs))), chosen))
+    return plans
 
 
-class Home(enum.Enum):
+class Placement(enum.Enum):
     """Where parameters live: in memory of their own, in that of their buckets, or in one copy for all ranks."""
 
     OWN = enum.auto()
@@ -62,39 +62,39 @@ class Home(enum.Enum):
 
 
 class ElementPartition(Partition):
-    """Equal slices of the buckets of `layouts`, which together hold every parameter of the roster once."""
+    """Equal shards of the buckets of `plans`, which together hold every parameter of the table once."""
 
     name = "element"
 
     def __init__(
         self,
-        roster: Roster,
+        table: ParamTable,
         collectives: Collectives,
-        layouts: Sequence[Layout],
-        home: Home,
+        plans: Sequence[NumberedPlan],
+        placement: Placement,
     ) -> None:
-        super().__init__(roster, collectives)
-        self.layouts = list(layouts)
+        super().__init__(table, collectives)
+        self.plans = list(plans)
         self.gathering = Gathering(collectives)
-        self._home = home
-        self.shards_of = [self._shards(layout) for layout in self.layouts]
+        self._placement = placement
+        self.shards_of = [self._shards(numbered) for numbered in self.plans]
         self.shards = [shard for shards in self.shards_of for shard in shards]
         self.gathering.provide(self.shards)
-        if home is Home.SHARED:
+        if placement is Placement.SHARED:
             # Where parameters moved from may be shared as well, and must stay until everybody has left it.
-            self.gathering.meet()
+            self.gathering.barrier()
 
-    def _shards(self, layout: Layout) -> list[Shard]:
-        params = [self.roster.params[n] for n in layout.numbers]
-        return [self._shard(bucket, layout, params) for bucket in layout.plan.buckets]
+    def _shards(self, numbered: NumberedPlan) -> list[Shard]:
+        params = [self.table.params[n] for n in numbered.numbers]
+        return [self._shard(bucket, numbered, params) for bucket in numbered.plan.buckets]
 
-    def _shard(self, bucket: Bucket, layout: Layout, params: Sequence[torch.Tensor]) -> Shard:
-        specs: Sequence[ParamSpec] = layout.plan.specs
+    def _shard(self, bucket: Bucket, numbered: NumberedPlan, params: Sequence[torch.Tensor]) -> Shard:
+        specs: Sequence[ParamSpec] = numbered.plan.specs
         allocate: Allocate | None = None
-        if self._home is not Home.OWN:
-            allocate = self._share if self._home is Home.SHARED else self.collectives.allocate
-        shared = self._home is Home.SHARED
-        return Shard(bucket, specs, params, layout.numbers, self.collectives, allocate, shared)
+        if self._placement is not Placement.OWN:
+            allocate = self._share if self._placement is Placement.SHARED else self.collectives.allocate
+        shared = self._placement is Placement.SHARED
+        return Shard(bucket, specs, params, numbered.numbers, self.collectives, allocate, shared)
 
     def _share(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         if device.type != "cpu":
@@ -103,16 +103,16 @@ class ElementPartition(Partition):
 
     @property
     def ownership(self) -> Ownership:
-        of: list[tuple[Span, ...]] = [()] * len(self.roster.params)
-        for layout in self.layouts:
-            spans = element_ownership(layout.plan, self.collectives.world)
-            for number, mine in zip(layout.numbers, spans, strict=True):
+        of: list[tuple[OwnedRange, ...]] = [()] * len(self.table.params)
+        for numbered in self.plans:
+            ranges = element_ownership(numbered.plan, self.collectives.world)
+            for number, mine in zip(numbered.numbers, ranges, strict=True):
                 of[number] = mine
         return tuple(of)
 
     @property
-    def held(self) -> list[Held]:
-        return [_held(piece) for shard in self.shards for piece in shard.pieces]
+    def owned(self) -> list[OwnedTensor]:
+        return [_owned_tensor(live) for shard in self.shards for live in shard.slices]
 
     def step(self, local: LocalOptimizer, closure: Any, arguments: dict[str, Any]) -> Any:
         loss = None
@@ -132,12 +132,12 @@ class ElementPartition(Partition):
 
     def prepare(self) -> None:
         """Before a step: return when parameters may be changed."""
-        if self._home is Home.SHARED:
+        if self._placement is Placement.SHARED:
             # Another rank may still be computing with the parameters that this one is about to change.
-            self.gathering.meet()
+            self.gathering.barrier()
 
     def update(self, shard: Shard, local: LocalOptimizer, arguments: dict[str, Any]) -> None:
-        """Step the pieces of one refreshed shard that have a gradient, and start gathering its bucket."""
+        """Step the slices of one refreshed shard that have a gradient, and start gathering its bucket."""
         started_ns = trace.now_ns()
         local.step_some(self._active(shard), **arguments)
         shard.store()
@@ -149,14 +149,14 @@ class ElementPartition(Partition):
 
     def _active(self, shard: Shard) -> dict[int, list[torch.Tensor]]:
         active: dict[int, list[torch.Tensor]] = {}
-        for piece in shard.pieces:
-            if piece.tensor.grad is not None:
-                active.setdefault(self.roster.group_of[piece.index], []).append(piece.tensor)
+        for live in shard.slices:
+            if live.tensor.grad is not None:
+                active.setdefault(self.table.group_of[live.index], []).append(live.tensor)
         return active
 
 
-def _held(live: LivePiece) -> Held:
-    piece = live.piece
-    shape = (live.length,) if live.member.spec.shape else ()
+def _owned_tensor(live: LiveSlice) -> OwnedTensor:
+    bounds = live.bounds
+    shape = (live.length,) if live.storage.spec.shape else ()
     stride = (1,) if shape else ()
-    return Held(live.index, piece.start, piece.stop, piece.begin, piece.end, shape, stride, live.tensor)
+    return OwnedTensor(live.index, bounds.start, bounds.stop, bounds.begin, bounds.end, shape, stride, live.tensor)

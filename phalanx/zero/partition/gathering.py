@@ -1,6 +1,6 @@
 """Parameters on their way back to all ranks: launched bucket by bucket, finished in the same order.
 
-Owns the scratch memory through which parameters travel that lie in memory of their own: two buffers a dtype
+Owns the scratch memory through which parameters travel that lie in memory of their own: two buffers per dtype
 and device, so that one bucket is packed while another is in flight. Must not know of the optimizer.
 """
 
@@ -40,21 +40,21 @@ class Gathering:
         self._written: list[Shard] = []
 
     def provide(self, shards: list[Shard]) -> None:
-        """Be ready for these shards. Memory is taken when the first is launched: many divisions are never stepped."""
+        """Be ready for these shards. Memory is taken when the first is launched: many partitions are never stepped."""
         self.finish()
         self._buffers, self._taken, self._sizes = {}, {}, {}
         for shard in shards:
             if shard.flat is None:
-                kind = (shard.bucket.dtype, shard.device)
-                self._sizes[kind] = max(self._sizes.get(kind, 0), shard.slice_numel * self.collectives.world)
+                key = (shard.bucket.dtype, shard.device)
+                self._sizes[key] = max(self._sizes.get(key, 0), shard.shard_numel * self.collectives.world)
 
-    def _next_buffer(self, kind: tuple[torch.dtype, torch.device]) -> torch.Tensor:
-        if kind not in self._buffers:
-            dtype, device = kind
-            self._buffers[kind] = [self.collectives.allocate(self._sizes[kind], dtype, device) for _ in range(_NUM_BUFFERS)]
-            self._taken[kind] = 0
-        self._taken[kind] += 1
-        return self._buffers[kind][self._taken[kind] % _NUM_BUFFERS]
+    def _next_buffer(self, key: tuple[torch.dtype, torch.device]) -> torch.Tensor:
+        if key not in self._buffers:
+            dtype, device = key
+            self._buffers[key] = [self.collectives.allocate(self._sizes[key], dtype, device) for _ in range(_NUM_BUFFERS)]
+            self._taken[key] = 0
+        self._taken[key] += 1
+        return self._buffers[key][self._taken[key] % _NUM_BUFFERS]
 
     def launch(self, shard: Shard) -> None:
         """Start gathering the shard's bucket; finishes older ones first if memory is short."""
@@ -66,7 +66,7 @@ class Gathering:
             buffer = self._next_buffer((shard.bucket.dtype, shard.device))
             while any(flight.buffer is buffer for flight in self._pending):
                 self._finish_oldest()
-            scratch = buffer[: shard.slice_numel * self.collectives.world]
+            scratch = buffer[: shard.shard_numel * self.collectives.world]
         started_ns = trace.now_ns()
         work = shard.launch_gather(self.collectives, scratch)
         self._pending.append(_Flight(shard, work, buffer, scratch, started_ns))
@@ -76,14 +76,14 @@ class Gathering:
         while self._pending:
             self._finish_oldest()
         if self._written:
-            self.meet()
+            self.barrier()
             for shard in self._written:
                 shard.remember_writes()
             self._written.clear()
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """Return when every rank has called it."""
-        self.collectives.wait(self.collectives.all_reduce(torch.zeros(1)), "meeting around shared parameters")
+        self.collectives.wait(self.collectives.all_reduce(torch.zeros(1)), "a barrier around shared parameters")
 
     def _finish_oldest(self) -> None:
         flight = self._pending.popleft()

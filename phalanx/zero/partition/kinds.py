@@ -82,7 +82,7 @@ def state_keys(optimizer_class: type[torch.optim.Optimizer]) -> StateKeys | None
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class PartitionChoice:
     """A partition and why it is that one."""
 
     partition: str
@@ -101,13 +101,13 @@ def check_class(optimizer_class: Any) -> None:
 
 def choose_partition(
     optimizer_class: type[torch.optim.Optimizer], wanted: str, world: int, defaults: dict[str, Any]
-) -> Choice:
+) -> PartitionChoice:
     """The partition to use: as wanted if the class allows it, or the best one for "auto"."""
     if wanted not in ("auto", "element", "parameter"):
         raise ConfigError(f'partition must be "auto", "element" or "parameter", got {wanted!r}.')
     name, kind = optimizer_class.__name__, kind_of(optimizer_class)
     if wanted == "parameter":
-        return Choice("parameter", kind, "asked for")
+        return PartitionChoice("parameter", kind, "asked for")
     if wanted == "element" and kind is not Kind.ELEMENTWISE:
         because = (
             "each of its steps needs all parameters together"
@@ -124,11 +124,11 @@ def choose_partition(
                 'partition="element" is not possible with differentiable=True: autograd would not see the whole '
                 'parameters. Use partition="parameter".'
             )
-        return Choice("parameter", kind, "differentiable=True needs whole parameters")
+        return PartitionChoice("parameter", kind, "differentiable=True needs whole parameters")
     if wanted == "element":
-        return Choice("element", kind, "asked for")
+        return PartitionChoice("element", kind, "asked for")
     if kind is not Kind.ELEMENTWISE:
-        return Choice("parameter", kind, f"{name} is not known to act element by element")
+        return PartitionChoice("parameter", kind, f"{name} is not known to act element by element")
     if world == 1:
-        return Choice("parameter", kind, "one rank owns everything")
-    return Choice("element", kind, f"{name} acts element by element")
+        return PartitionChoice("parameter", kind, "one rank owns everything")
+    return PartitionChoice("element", kind, f"{name} acts element by element")

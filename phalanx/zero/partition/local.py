@@ -20,13 +20,13 @@ class LocalOptimizer:
         optimizer_class: type[torch.optim.Optimizer],
         defaults: Mapping[str, Any],
         groups: Sequence[dict[str, Any]],
-        members: Sequence[Sequence[torch.Tensor]],
+        params_by_group: Sequence[Sequence[torch.Tensor]],
     ) -> None:
-        local = [{**_options(group), "params": list(params)} for group, params in zip(groups, members, strict=True)]
+        local = [{**_options(group), "params": list(params)} for group, params in zip(groups, params_by_group, strict=True)]
         # Groups, never a bare list: an optimizer takes an empty group, but refuses an empty list.
         self.optim = optimizer_class(local, **defaults)
         self.groups = self.optim.param_groups
-        self._members = [list(params) for params in members]
+        self._params = [list(params) for params in params_by_group]
         self.push(groups)
 
     def pull(self, groups: Sequence[dict[str, Any]]) -> None:
@@ -42,12 +42,12 @@ class LocalOptimizer:
     def add_group(self, group: dict[str, Any]) -> None:
         """A further group, still without tensors of this rank."""
         self.optim.add_param_group({**_options(group), "params": []})
-        self._members.append([])
+        self._params.append([])
 
-    def reseat(self, members: Sequence[Sequence[torch.Tensor]]) -> None:
+    def use_params(self, params_by_group: Sequence[Sequence[torch.Tensor]]) -> None:
         """Work on other tensors from now on; their state is set by whoever moves it."""
-        self._members = [list(params) for params in members]
-        for local, params in zip(self.groups, self._members, strict=True):
+        self._params = [list(params) for params in params_by_group]
+        for local, params in zip(self.groups, self._params, strict=True):
             local["params"] = list(params)
         self.optim.state.clear()
 
@@ -63,7 +63,7 @@ class LocalOptimizer:
         finally:
             self.optim.param_groups = self.groups
             for index in active:
-                self.groups[index]["params"] = self._members[index]
+                self.groups[index]["params"] = self._params[index]
 
     def step_all(self, *positional: Any, **arguments: Any) -> Any:
         """One step on everything, exactly as the user called it."""

@@ -31,10 +31,10 @@ def check_params(params: Any) -> list[Any]:
         ) from error
     if not listed:
         raise ConfigError("ZeroRedundancyOptimizer got an empty parameter list. Give model.parameters().")
-    kinds = {_kind(item) for item in listed}
-    if len(kinds) != 1 or None in kinds:
-        strange = next((item for item in listed if _kind(item) is None), None)
-        got = f"an item of type {torch.typename(strange)}" if None in kinds else "a mixture"
+    forms = {_form(item) for item in listed}
+    if len(forms) != 1 or None in forms:
+        strange = next((item for item in listed if _form(item) is None), None)
+        got = f"an item of type {torch.typename(strange)}" if None in forms else "a mixture"
         raise ArgumentTypeError(
             f"params must be an iterable of tensors, of (name, tensor) pairs or of parameter groups, got {got}."
         )
@@ -46,7 +46,7 @@ def check_params(params: Any) -> list[Any]:
     return listed
 
 
-def _kind(item: Any) -> type | None:
+def _form(item: Any) -> type | None:
     if isinstance(item, torch.Tensor):
         return torch.Tensor
     if isinstance(item, Mapping):
@@ -55,7 +55,7 @@ def _kind(item: Any) -> type | None:
 
 
 @dataclass(slots=True)
-class Roster:
+class ParamTable:
     """Every parameter, its group, its name for messages, and its spec, by number."""
 
     num_groups: int = 0
@@ -66,20 +66,20 @@ class Roster:
     index_of: dict[torch.Tensor, int] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, groups: Sequence[Mapping[str, Any]]) -> Roster:
-        """The roster of an optimizer's `param_groups`."""
-        roster = cls(num_groups=len(groups))
+    def of(cls, groups: Sequence[Mapping[str, Any]]) -> ParamTable:
+        """The table of an optimizer's `param_groups`."""
+        table = cls(num_groups=len(groups))
         for number, group in enumerate(groups):
             named = group.get("param_names")
             for place, param in enumerate(group["params"]):
                 name = named[place] if named else f"parameter {place} of group {number}"
-                roster.params.append(param)
-                roster.group_of.append(number)
-                roster.names.append(name)
-        check_dense(zip(roster.names, roster.params, strict=True))
-        roster.specs = specs_of(list(zip(roster.names, roster.params, strict=True)))
-        roster.index_of = {param: index for index, param in enumerate(roster.params)}
-        return roster
+                table.params.append(param)
+                table.group_of.append(number)
+                table.names.append(name)
+        check_dense(zip(table.names, table.params, strict=True))
+        table.specs = specs_of(list(zip(table.names, table.params, strict=True)))
+        table.index_of = {param: index for index, param in enumerate(table.params)}
+        return table
 
     def by_group(self, tensors: Iterable[tuple[int, torch.Tensor]]) -> list[list[torch.Tensor]]:
         """(parameter, tensor) pairs sorted into the groups of their parameters."""

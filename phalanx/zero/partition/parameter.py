@@ -17,55 +17,55 @@ from ...observe import trace
 from ...plan.shards import Ownership, greedy_owners, parameter_ownership
 from .coupled import CoupledStep
 from .local import LocalOptimizer
-from .param_table import Roster
-from .partition import Held, Partition
+from .param_table import ParamTable
+from .partition import OwnedTensor, Partition
 from .storage import ParameterStorage
 
 _SMALL_BYTES = 64 * 1024
-_SEGMENT_BYTES = 4 * 1024 * 1024
+_BUCKET_BYTES = 4 * 1024 * 1024
 
 
-class Segment:
+class BroadcastBucket:
     """Parameters of one owner, dtype and device that travel together."""
 
     def __init__(
         self,
         owner: int,
-        roster: Roster,
+        table: ParamTable,
         numbers: Sequence[int],
         collectives: Collectives,
         as_views: bool,
     ) -> None:
         self.owner = owner
-        self.params = [roster.params[n] for n in numbers]
-        self.num_bytes = sum(roster.specs[n].num_bytes for n in numbers)
-        specs = [roster.specs[n] for n in numbers]
+        self.params = [table.params[n] for n in numbers]
+        self.num_bytes = sum(table.specs[n].num_bytes for n in numbers)
+        specs = [table.specs[n] for n in numbers]
         self._is_owner = owner == collectives.rank
         first = self.params[0]
         flat = None
         if as_views or len(numbers) > 1:
             flat = collectives.allocate(sum(spec.numel for spec in specs), first.dtype, first.device)
-        homes: list[torch.Tensor | None] = [None] * len(specs)
+        views: list[torch.Tensor | None] = [None] * len(specs)
         if as_views and flat is not None:
-            homes = list(flat.split([spec.numel for spec in specs]))
-        self.members = [
-            ParameterStorage(param, spec, home)
-            for param, spec, home in zip(self.params, specs, homes, strict=True)
+            views = list(flat.split([spec.numel for spec in specs]))
+        self.storages = [
+            ParameterStorage(param, spec, view)
+            for param, spec, view in zip(self.params, specs, views, strict=True)
         ]
         self._flat = flat
         self._copies = flat is not None and not as_views
 
     def is_due(self) -> bool:
-        """Whether the segment travels after a step. The same on all ranks."""
+        """Whether the bucket travels after a step. The same on all ranks."""
         return any(param.requires_grad or param.grad is not None for param in self.params)
 
     def launch(self, collectives: Collectives) -> Work:
         """Send from the owner to all."""
-        for member in self.members:
-            member.refresh()
-        flat = self.members[0].flat if self._flat is None else self._flat
+        for storage in self.storages:
+            storage.refresh()
+        flat = self.storages[0].flat if self._flat is None else self._flat
         if self._copies and self._is_owner:
-            torch.cat([member.flat for member in self.members], out=flat)
+            torch.cat([storage.flat for storage in self.storages], out=flat)
         return collectives.broadcast(flat, self.owner)
 
     def finish(self) -> None:
@@ -73,11 +73,11 @@ class Segment:
         if self._is_owner:
             return
         if self._copies and self._flat is not None:
-            parts = self._flat.split([member.flat.numel() for member in self.members])
-            for member, values in zip(self.members, parts, strict=True):
-                member.flat.copy_(values)
-        for member in self.members:
-            member.publish()
+            parts = self._flat.split([storage.flat.numel() for storage in self.storages])
+            for storage, values in zip(self.storages, parts, strict=True):
+                storage.flat.copy_(values)
+        for storage in self.storages:
+            storage.publish()
 
 
 class ParameterPartition(Partition):
@@ -87,34 +87,34 @@ class ParameterPartition(Partition):
 
     def __init__(
         self,
-        roster: Roster,
+        table: ParamTable,
         collectives: Collectives,
         as_views: bool,
         coupled: bool,
     ) -> None:
-        super().__init__(roster, collectives)
+        super().__init__(table, collectives)
         self.coupled = coupled
-        self.owners = _owners(roster, 1 if coupled else collectives.world)
-        self.segments = [
-            Segment(self.owners[numbers[0]], roster, numbers, collectives, as_views)
-            for numbers in _segments(roster, self.owners)
+        self.owners = _owners(table, 1 if coupled else collectives.world)
+        self.buckets = [
+            BroadcastBucket(self.owners[numbers[0]], table, numbers, collectives, as_views)
+            for numbers in _buckets(table, self.owners)
         ]
 
     @property
     def ownership(self) -> Ownership:
-        return parameter_ownership([spec.numel for spec in self.roster.specs], self.owners)
+        return parameter_ownership([spec.numel for spec in self.table.specs], self.owners)
 
     @property
-    def held(self) -> list[Held]:
+    def owned(self) -> list[OwnedTensor]:
         found = []
-        for index, (param, spec) in enumerate(zip(self.roster.params, self.roster.specs, strict=True)):
+        for index, (param, spec) in enumerate(zip(self.table.params, self.table.specs, strict=True)):
             if self.owners[index] == self.collectives.rank:
-                found.append(Held(index, 0, spec.numel, 0, spec.numel, spec.shape, spec.stride, param))
+                found.append(OwnedTensor(index, 0, spec.numel, 0, spec.numel, spec.shape, spec.stride, param))
         return found
 
     def step(self, local: LocalOptimizer, closure: Any, arguments: dict[str, Any]) -> Any:
         if callable(closure) and self.coupled and self.collectives.world > 1:
-            device = self.roster.params[0].device
+            device = self.table.params[0].device
             together = CoupledStep(self.collectives, device, self.share)
             result = together.run(local, closure, arguments)
         else:
@@ -146,43 +146,43 @@ class ParameterPartition(Partition):
     def share(self) -> None:
         """Make every parameter equal on all ranks: each owner's values win."""
         started_ns = trace.now_ns()
-        due = [segment for segment in self.segments if segment.is_due()]
-        works = [segment.launch(self.collectives) for segment in due]
-        for segment, work in zip(due, works, strict=True):
-            self.collectives.wait(work, f"sending the parameters that rank {segment.owner} owns")
-            segment.finish()
-            increment_version(segment.params)
+        due = [bucket for bucket in self.buckets if bucket.is_due()]
+        works = [bucket.launch(self.collectives) for bucket in due]
+        for bucket, work in zip(due, works, strict=True):
+            self.collectives.wait(work, f"sending the parameters that rank {bucket.owner} owns")
+            bucket.finish()
+            increment_version(bucket.params)
         if trace.recorder is not None:
-            num_bytes = sum(segment.num_bytes for segment in due)
+            num_bytes = sum(bucket.num_bytes for bucket in due)
             trace.recorder.span(trace.GATHER, started_ns, trace.now_ns(), bytes=num_bytes)
 
 
-def _owners(roster: Roster, world: int) -> tuple[int, ...]:
+def _owners(table: ParamTable, world: int) -> tuple[int, ...]:
     """Trained and frozen parameters are balanced apart: only the former have state and need work."""
-    owners = [0] * len(roster.params)
+    owners = [0] * len(table.params)
     for trained in (True, False):
-        numbers = [n for n, param in enumerate(roster.params) if param.requires_grad is trained]
-        chosen = greedy_owners([roster.specs[n].numel for n in numbers], world)
+        numbers = [n for n, param in enumerate(table.params) if param.requires_grad is trained]
+        chosen = greedy_owners([table.specs[n].numel for n in numbers], world)
         for number, rank in zip(numbers, chosen, strict=True):
             owners[number] = rank
     return tuple(owners)
 
 
-def _segments(roster: Roster, owners: Sequence[int]) -> list[list[int]]:
+def _buckets(table: ParamTable, owners: Sequence[int]) -> list[list[int]]:
     """Which parameters travel together, in one order for all ranks."""
-    segments: list[list[int]] = []
+    buckets: list[list[int]] = []
     filling: dict[tuple[int, str, torch.dtype, bool], tuple[list[int], int]] = {}
-    for number, spec in enumerate(roster.specs):
+    for number, spec in enumerate(table.specs):
         if not spec.numel:
             continue
-        kind = (owners[number], spec.device, spec.dtype, roster.params[number].requires_grad)
-        numbers, num_bytes = filling.get(kind, ([], _SEGMENT_BYTES))
+        key = (owners[number], spec.device, spec.dtype, table.params[number].requires_grad)
+        numbers, num_bytes = filling.get(key, ([], _BUCKET_BYTES))
         if spec.num_bytes >= _SMALL_BYTES:
-            segments.append([number])
-        elif num_bytes + spec.num_bytes > _SEGMENT_BYTES:
-            filling[kind] = ([number], spec.num_bytes)
-            segments.append(filling[kind][0])
+            buckets.append([number])
+        elif num_bytes + spec.num_bytes > _BUCKET_BYTES:
+            filling[key] = ([number], spec.num_bytes)
+            buckets.append(filling[key][0])
         else:
             numbers.append(number)
-            filling[kind] = (numbers, num_bytes + spec.num_bytes)
-    return segments
+            filling[key] = (numbers, num_bytes + spec.num_bytes)
+    return buckets

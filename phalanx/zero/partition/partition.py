@@ -1,7 +1,7 @@
-"""Who holds what: the interface that the element and the parameter partition share.
+"""Who owns what: the interface that the element and the parameter partition share.
 
 A partition is made anew whenever the parameters or the plan change, and thrown away whole; whoever makes a
-new one moves the state (see `movement`). Must not know of steps in backward, nor of saving.
+new one moves the state (`state.transfer`). Must not know of steps in backward, nor of saving.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import torch
 from ...comm.collectives import Collectives
 from ...plan.shards import Ownership
 from .local import LocalOptimizer
-from .param_table import Roster
+from .param_table import ParamTable
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class OwnedTensor:
     """A tensor of the local optimizer: elements [start, stop) of parameter `index`, owned by this rank.
 
     The tensor covers [begin, end) and has the given shape and strides; `key` is the tensor itself, under
@@ -37,12 +37,12 @@ class Held:
 
 
 class Partition(abc.ABC):
-    """One way to divide the parameters of `roster` among the ranks of `collectives`."""
+    """One way to divide the parameters of `table` among the ranks of `collectives`."""
 
     name: str
 
-    def __init__(self, roster: Roster, collectives: Collectives) -> None:
-        self.roster = roster
+    def __init__(self, table: ParamTable, collectives: Collectives) -> None:
+        self.table = table
         self.collectives = collectives
 
     @property
@@ -52,8 +52,8 @@ class Partition(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def held(self) -> list[Held]:
-        """What this rank holds, in the order of the parameters within each bucket."""
+    def owned(self) -> list[OwnedTensor]:
+        """What this rank owns, in the order of the parameters within each bucket."""
 
     @abc.abstractmethod
     def step(self, local: LocalOptimizer, closure: Any, arguments: dict[str, Any]) -> Any:
@@ -62,6 +62,6 @@ class Partition(abc.ABC):
         Returns what the optimizer returned. Every rank calls it at the same point.
         """
 
-    def members(self) -> list[list[torch.Tensor]]:
+    def params_by_group(self) -> list[list[torch.Tensor]]:
         """The tensors of the local optimizer, by group."""
-        return self.roster.by_group((held.index, held.key) for held in self.held)
+        return self.table.by_group((owned.index, owned.key) for owned in self.owned)

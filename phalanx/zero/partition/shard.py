@@ -1,13 +1,13 @@
-"""This rank's slice of one bucket: the tensors that its local optimizer steps, and the way back to all ranks.
+"""A shard: the slice of one bucket that this rank owns, the tensors its local optimizer steps, the way back to all.
 
-    stage      param memory                         pieces' `.grad`
+    stage      param memory                         slices' `.grad`
     idle       equal on all ranks                   none (or the mean, where the reducer scatters)
-    taken      equal on all ranks                   slices of the averaged gradients
-    stepped    own slice new, the others old        as before
-    gathering  own slice new, the others in flight  free
+    taken      equal on all ranks                   their part of the averaged gradients
+    stepped    own shard new, the others old        as before
+    gathering  own shard new, the others in flight  free
     idle       equal on all ranks, new              free
 
-Owns the pieces. Must not know of the optimizer, nor when a step happens.
+Owns the slices, each of one parameter. Must not know of the optimizer, nor when a step happens.
 """
 
 from __future__ import annotations
@@ -19,68 +19,68 @@ import torch
 from ...comm.collectives import Collectives, Work
 from ...errors import MismatchError, ReductionError
 from ...plan import Bucket, ParamSpec
-from ...plan.shards import Piece, pieces_of, slice_numel
+from ...plan.shards import ParamSlice, shard_numel, slices_of
 from .storage import ParameterStorage, flatten
 
-# Elements of one piece on a CPU. Optimizers pass over a tensor a dozen times; a piece of this size, with its
+# Elements of one slice on a CPU. Optimizers pass over a tensor a dozen times; a slice of this size, with its
 # gradient and state, stays in the cache in between, which makes a step of Adam two to three times faster than on the
 # whole; smaller ones cost more calls, larger ones fall out of the cache (docs/design/zero.md has the numbers).
-CPU_CHUNK = 196608
+CPU_SLICE_NUMEL = 196608
 
 
 # Makes the memory of a bucket in which parameters are to live.
 Allocate = Callable[[int, torch.dtype, torch.device], torch.Tensor]
 
 
-class LivePiece:
-    """A piece and the tensor that stands for it in the local optimizer."""
+class LiveSlice:
+    """A slice of one parameter and the tensor that stands for it in the local optimizer."""
 
-    __slots__ = ("_inside", "index", "member", "piece", "tensor")
+    __slots__ = ("_inside", "bounds", "index", "storage", "tensor")
 
-    def __init__(self, piece: Piece, index: int, member: ParameterStorage) -> None:
+    def __init__(self, bounds: ParamSlice, index: int, storage: ParameterStorage) -> None:
         """`index` is the parameter's number in the optimizer."""
-        self.piece = piece
+        self.bounds = bounds
         self.index = index
-        self.member = member
+        self.storage = storage
         # An edge has memory of its own: the elements beside the owned ones belong to another rank.
-        data = torch.zeros(self.length, dtype=member.flat.dtype, device=member.flat.device)
-        self.tensor = torch.nn.Parameter(data if piece.is_edge else self._in_place(), requires_grad=False)
-        self._inside = self.tensor.detach()[self._owned] if piece.is_edge else None
+        data = torch.zeros(self.length, dtype=storage.flat.dtype, device=storage.flat.device)
+        self.tensor = torch.nn.Parameter(data if bounds.is_edge else self._in_place(), requires_grad=False)
+        self._inside = self.tensor.detach()[self._owned] if bounds.is_edge else None
 
     @property
     def length(self) -> int:
         """Elements computed."""
-        return self.piece.end - self.piece.begin
+        return self.bounds.end - self.bounds.begin
 
     @property
     def _owned(self) -> slice:
-        return slice(self.piece.start - self.piece.begin, self.piece.stop - self.piece.begin)
+        return slice(self.bounds.start - self.bounds.begin, self.bounds.stop - self.bounds.begin)
 
     def _in_place(self) -> torch.Tensor:
-        return self.shaped(self.member.flat[self.piece.begin : self.piece.end])
+        return self.shaped(self.storage.flat[self.bounds.begin : self.bounds.end])
 
     def shaped(self, values: torch.Tensor) -> torch.Tensor:
-        """Values for this piece in its tensor's shape: flat, but without dimensions for a scalar parameter."""
-        return values if self.member.spec.shape else values.view(())
+        """Values for this slice in its tensor's shape: flat, but without dimensions for a scalar parameter."""
+        return values if self.storage.spec.shape else values.view(())
 
     def owned(self, values: torch.Tensor) -> torch.Tensor:
-        """The owned part of a tensor in the shape of this piece, flat."""
+        """The owned part of a tensor in the shape of this slice, flat."""
         return values.view(-1)[self._owned]
 
-    def reseat(self) -> None:
+    def rebind(self) -> None:
         """The parameter has other memory now."""
-        if not self.piece.is_edge:
+        if not self.bounds.is_edge:
             self.tensor.data = self._in_place()
 
     def load(self) -> None:
         """Before a step: an edge gets the parameter's values."""
         if self._inside is not None:
-            self._inside.copy_(self.member.flat[self.piece.start : self.piece.stop])
+            self._inside.copy_(self.storage.flat[self.bounds.start : self.bounds.stop])
 
     def store(self) -> None:
         """After a step: an edge gives its owned part back."""
         if self._inside is not None:
-            self.member.flat[self.piece.start : self.piece.stop].copy_(self._inside)
+            self.storage.flat[self.bounds.start : self.bounds.stop].copy_(self._inside)
 
 
 class Shard:
@@ -105,27 +105,27 @@ class Shard:
         self.index = bucket.index
         self.params = [params[slot.param] for slot in bucket.slots]
         self.device = self.params[0].device
-        self.slice_numel = slice_numel(bucket.numel, collectives.world)
+        self.shard_numel = shard_numel(bucket.numel, collectives.world)
         self._rank = collectives.rank
         self.flat: torch.Tensor | None = None
         if allocate is not None:
-            self.flat = allocate(self.slice_numel * collectives.world, bucket.dtype, self.device)
+            self.flat = allocate(self.shard_numel * collectives.world, bucket.dtype, self.device)
         self.is_shared = is_shared
         # Of shared parameters, when they were last written by an optimizer; None before that.
         self._versions: list[int] | None = None
-        self.members = {
-            slot.param: ParameterStorage(params[slot.param], specs[slot.param], self._home(slot.offset, slot.numel))
+        self.storages = {
+            slot.param: ParameterStorage(params[slot.param], specs[slot.param], self._memory_of(slot.offset, slot.numel))
             for slot in bucket.slots
         }
         self.offset_of = {slot.param: slot.offset for slot in bucket.slots}
-        chunk = CPU_CHUNK if self.device.type == "cpu" else None
-        pieces = pieces_of(bucket, collectives.world, collectives.rank, chunk)
-        self.pieces = [LivePiece(piece, numbers[piece.param], self.members[piece.param]) for piece in pieces]
-        self._edges = [piece for piece in self.pieces if piece.piece.is_edge]
-        self._shadows = [member for member in self.members.values() if member.is_shadow]
+        max_numel = CPU_SLICE_NUMEL if self.device.type == "cpu" else None
+        slices = slices_of(bucket, collectives.world, collectives.rank, max_numel)
+        self.slices = [LiveSlice(one, numbers[one.param], self.storages[one.param]) for one in slices]
+        self._edges = [live for live in self.slices if live.bounds.is_edge]
+        self._copies = [storage for storage in self.storages.values() if storage.is_copy]
         self._remember_copies()
 
-    def _home(self, offset: int, numel: int) -> torch.Tensor | None:
+    def _memory_of(self, offset: int, numel: int) -> torch.Tensor | None:
         return None if self.flat is None else self.flat.narrow(0, offset, numel)
 
     # -- before a step -------------------------------------------------------------------------
@@ -135,47 +135,47 @@ class Shard:
         return any(param.requires_grad or param.grad is not None for param in self.params)
 
     def refresh(self) -> None:
-        """Look where the parameters are, and bring their values to where the pieces see them."""
+        """Look where the parameters are, and bring their values to where the slices see them."""
         if self._versions is not None:
             self._refuse_writes(self._versions)
-        moved = [member for member in self.members.values() if member.refresh()]
+        moved = [storage for storage in self.storages.values() if storage.refresh()]
         if moved:
-            for piece in self.pieces:
-                if piece.member in moved:
-                    piece.reseat()
-            self._shadows = [member for member in self.members.values() if member.is_shadow]
+            for live in self.slices:
+                if live.storage in moved:
+                    live.rebind()
+            self._copies = [storage for storage in self.storages.values() if storage.is_copy]
             self._remember_copies()
         for edge in self._edges:
             edge.load()
 
     def _refuse_writes(self, versions: Sequence[int]) -> None:
-        for member, version in zip(self.members.values(), versions, strict=True):
-            if member.param._version != version or member.has_moved:
+        for storage, version in zip(self.storages.values(), versions, strict=True):
+            if storage.param._version != version or storage.has_moved:
                 raise MismatchError(
-                    f"{member.spec.name} was written outside the optimizer since the last step. With shared_parameters=True "
-                    "that changes it under every rank at once. Load parameters before the first step, or make the "
-                    "optimizer anew."
+                    f"{storage.spec.name} was written outside the optimizer since the last step. With "
+                    "shared_parameters=True that changes it under every rank at once. Load parameters before the first "
+                    "step, or make the optimizer anew."
                 )
 
     def remember_writes(self) -> None:
         """All ranks have stepped: any write to a shared parameter from now on is somebody else's."""
         if self.is_shared:
-            self._versions = [member.param._version for member in self.members.values()]
+            self._versions = [storage.param._version for storage in self.storages.values()]
 
     def take_gradients(self) -> None:
-        """Give every piece its slice of its parameter's `.grad`, or none."""
+        """Give every slice its part of its parameter's `.grad`, or none."""
         latest: ParameterStorage | None = None
         flat: torch.Tensor | None = None
-        for piece in self.pieces:
-            if piece.member is not latest:
-                latest = piece.member
+        for live in self.slices:
+            if live.storage is not latest:
+                latest = live.storage
                 flat = _flat_gradient(latest)
-            begin, end = piece.piece.begin, piece.piece.end
-            piece.tensor.grad = None if flat is None else piece.shaped(flat[begin:end])
+            begin, end = live.bounds.begin, live.bounds.end
+            live.tensor.grad = None if flat is None else live.shaped(flat[begin:end])
 
     def drop_gradients(self) -> None:
-        for piece in self.pieces:
-            piece.tensor.grad = None
+        for live in self.slices:
+            live.tensor.grad = None
 
     # -- after a step --------------------------------------------------------------------------
 
@@ -185,26 +185,26 @@ class Shard:
             edge.store()
 
     @property
-    def own_slice(self) -> slice:
-        return slice(self._rank * self.slice_numel, (self._rank + 1) * self.slice_numel)
+    def own_shard(self) -> slice:
+        return slice(self._rank * self.shard_numel, (self._rank + 1) * self.shard_numel)
 
     def launch_gather(self, collectives: Collectives, scratch: torch.Tensor | None) -> Work:
-        """Send the own slice to all ranks; without a bucket buffer it travels through `scratch`."""
+        """Send the own shard to all ranks; without a bucket buffer it travels through `scratch`."""
         flat = self.flat
         if flat is None:
             assert scratch is not None, "parameters in their own memory travel through scratch memory"
             flat = scratch
             for offset, source in self._outgoing:
                 flat[offset : offset + source.numel()].copy_(source)
-        return collectives.all_gather(flat, flat[self.own_slice])
+        return collectives.all_gather(flat, flat[self.own_shard])
 
     def finish_gather(self, scratch: torch.Tensor | None) -> None:
-        """The slices of the other ranks have arrived: bring them into the parameters."""
+        """The shards of the other ranks have arrived: bring them into the parameters."""
         if scratch is not None:
             for offset, target in self._incoming:
                 target.copy_(scratch[offset : offset + target.numel()])
-        for member in self._shadows:
-            member.publish()
+        for storage in self._copies:
+            storage.publish()
 
     def _remember_copies(self) -> None:
         """What to copy, and where it lies in the bucket, for parameters in their own memory."""
@@ -212,27 +212,27 @@ class Shard:
         self._incoming: list[tuple[int, torch.Tensor]] = []
         if self.flat is not None:
             return
-        low, high = self.own_slice.start, self.own_slice.stop
-        for param, member in self.members.items():
+        low, high = self.own_shard.start, self.own_shard.stop
+        for param, storage in self.storages.items():
             first = self.offset_of[param]
-            last = first + member.spec.numel
+            last = first + storage.spec.numel
             ours = (max(first, low), min(last, high))
-            for begin, end, copies in (
+            for begin, end, into in (
                 (*ours, self._outgoing),
                 (first, min(last, low), self._incoming),
                 (max(first, high), last, self._incoming),
             ):
                 if begin < end:
-                    copies.append((begin, member.flat[begin - first : end - first]))
+                    into.append((begin, storage.flat[begin - first : end - first]))
 
 
-def _flat_gradient(member: ParameterStorage) -> torch.Tensor | None:
-    grad = member.param.grad
+def _flat_gradient(storage: ParameterStorage) -> torch.Tensor | None:
+    grad = storage.param.grad
     if grad is None:
         return None
     if grad.layout != torch.strided:
         raise ReductionError(
-            f"{member.spec.name} has a {grad.layout} gradient, which cannot be cut into slices. Use a layer with "
+            f"{storage.spec.name} has a {grad.layout} gradient, which cannot be cut into slices. Use a layer with "
             'dense gradients (Embedding(sparse=False)), or partition="parameter".'
         )
-    return flatten(grad.detach(), member.spec)
+    return flatten(grad.detach(), storage.spec)

@@ -1,9 +1,9 @@
 """Where a parameter's elements lie, as one flat tensor in the order of the parameter's memory.
 
-    home      flat tensor                                    copied
-    own       over the parameter's own memory                never
+    memory    flat tensor                                                           copied
+    own       over the parameter's own memory                                       never
     bucket    part of the bucket's buffer, which `param.data` then is a view of     once, at the start
-    shadow    a dense copy, for a parameter with gaps or overlaps in its memory     before and after each step
+    copy      a dense copy, for a parameter with gaps or overlaps in its memory     before and after each step
 
 Users may give a parameter other memory at any time (`param.data = …`, `module.to(…)`), so the address is
 compared before every use. Must not know who owns which elements.
@@ -33,13 +33,13 @@ def unflatten(flat: torch.Tensor, spec: ParamSpec) -> torch.Tensor:
 class ParameterStorage:
     """One parameter's memory. `flat` may become another tensor whenever `refresh` says so."""
 
-    def __init__(self, param: torch.Tensor, spec: ParamSpec, home: torch.Tensor | None = None) -> None:
-        """With `home`, a flat tensor of the parameter's size, the parameter moves there."""
+    def __init__(self, param: torch.Tensor, spec: ParamSpec, memory: torch.Tensor | None = None) -> None:
+        """With `memory`, a flat tensor of the parameter's size, the parameter moves there."""
         self.param = param
         self.spec = spec
-        self._home = home
+        self._memory = memory
         self._address = -1
-        self.is_shadow = False
+        self.is_copy = False
         self.flat = torch.empty(0)
         self._settle()
 
@@ -50,16 +50,16 @@ class ParameterStorage:
                 f"{self.spec.name} was {self.spec.dtype} of shape {self.spec.shape} when the optimizer was made and is "
                 f"{data.dtype} of shape {tuple(data.shape)} now. Make the optimizer after changing the model."
             )
-        if self._home is not None:
-            view = unflatten(self._home, self.spec)
+        if self._memory is not None:
+            view = unflatten(self._memory, self.spec)
             if data.data_ptr() != view.data_ptr() or data.stride() != view.stride():
                 view.copy_(data)
                 self.param.data = view
-            self.flat = self._home
+            self.flat = self._memory
         elif data.stride() == self.spec.stride or data.numel() <= 1:
             self.flat = data.as_strided((self.spec.numel,), (1,))
         else:
-            self.is_shadow = True
+            self.is_copy = True
             self.flat = torch.empty(self.spec.numel, dtype=data.dtype, device=data.device)
         self._address = self.param.data_ptr()
 
@@ -72,13 +72,13 @@ class ParameterStorage:
         """Make `flat` hold the parameter's values now; true if it is another tensor than before."""
         moved = self.has_moved
         if moved:
-            self.is_shadow = False
+            self.is_copy = False
             self._settle()
-        if self.is_shadow:
+        if self.is_copy:
             unflatten(self.flat, self.spec).copy_(self.param.detach())
         return moved
 
     def publish(self) -> None:
         """Give the parameter the values in `flat`, where they are not its own memory."""
-        if self.is_shadow:
+        if self.is_copy:
             self.param.detach().copy_(unflatten(self.flat, self.spec))

@@ -25,8 +25,8 @@ from ...errors import ArgumentTypeError, StateError
 from ...plan import ParamSpec
 from ..partition.kinds import state_keys
 from .loading import check_keys
-from .local_state import Extent, StateSlices
-from .sharded_optimizer import Engine
+from .local_state import Extent, LocalState
+from .sharded_optimizer import ShardedOptimizer
 from .tree import Leaf, Tree, describe, leaves_of, rebuild
 
 _LAYOUT = "layout"
@@ -86,18 +86,18 @@ class ShardedLeaf(torch.Tensor):
 # -- out -----------------------------------------------------------------------------------------
 
 
-def save_form(engine: Engine, groups: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+def save_form(sharded: ShardedOptimizer, groups: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
     """What to give to torch.distributed.checkpoint's `save`; views of the live state. Every rank calls it."""
-    live, trees = engine.described()
+    live, trees = sharded.described()
     layout = {
         "format": _FORMAT,
-        "optimizer": type(engine.optim).__name__,
-        "params": [_said(spec) for spec in engine.roster.specs],
+        "optimizer": type(sharded.optim).__name__,
+        "params": [_said(spec) for spec in sharded.table.specs],
         "groups": [_described_options(group, number) for number, group in enumerate(groups)],
         "states": {str(index): tree for index, tree in trees.items()},
     }
     text = json.dumps(layout).encode()
-    return {_LAYOUT: torch.frombuffer(bytearray(text), dtype=torch.uint8), **_leaves(engine, trees, live)}
+    return {_LAYOUT: torch.frombuffer(bytearray(text), dtype=torch.uint8), **_leaves(sharded, trees, live)}
 
 
 def _said(spec: ParamSpec) -> dict[str, Any]:
@@ -113,13 +113,13 @@ def _described_options(group: Mapping[str, Any], number: int) -> dict[str, Any]:
     return {"options": tree, "num_params": len(group["params"])}
 
 
-def _leaves(engine: Engine, trees: Mapping[int, Tree], slices: StateSlices) -> dict[str, ShardedLeaf]:
+def _leaves(sharded: ShardedOptimizer, trees: Mapping[int, Tree], local: LocalState) -> dict[str, ShardedLeaf]:
     found = {}
     for index, tree in trees.items():
         for leaf in leaves_of(tree):
-            numel = _numel(leaf, engine.roster.specs[index])
+            numel = _numel(leaf, sharded.table.specs[index])
             if numel:
-                found[_key(index, leaf)] = ShardedLeaf(numel, leaf.dtype, slices.extents.get((index, leaf.path), ()))
+                found[_key(index, leaf)] = ShardedLeaf(numel, leaf.dtype, local.extents.get((index, leaf.path), ()))
     return found
 
 
@@ -134,11 +134,11 @@ def _numel(leaf: Leaf, spec: ParamSpec) -> int:
 # -- in ------------------------------------------------------------------------------------------
 
 
-class Loading:
-    """One checkpoint on its way into an engine. `prefix` are the keys under which the state was saved, with dots."""
+class CheckpointLoad:
+    """One checkpoint on its way into an optimizer. `prefix` are the keys under which the state was saved, with dots."""
 
-    def __init__(self, engine: Engine, checkpoint: Any, prefix: str) -> None:
-        self._engine = engine
+    def __init__(self, sharded: ShardedOptimizer, checkpoint: Any, prefix: str) -> None:
+        self._sharded = sharded
         self._prefix = prefix.split(".") if prefix else []
         self._reader = _reader(checkpoint)
         self._where = f"the checkpoint {checkpoint}" if not isinstance(checkpoint, dcp.StorageReader) else "the checkpoint"
@@ -148,20 +148,20 @@ class Loading:
             raise StateError(f"{self._where} cannot be read: {error!r}.") from error
 
     def run(self, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Load the state into the engine; returns the options of groups. Raises before anything has changed."""
+        """Load the state into the optimizer; returns the options of groups. Raises before anything has changed."""
         layout = self._layout()
-        roster = self._engine.roster
+        table = self._sharded.table
         self._check(layout, groups)
         trees = {int(index): tree for index, tree in layout["states"].items()}
-        slices = self._engine.blank(trees)
-        wanted = _leaves(self._engine, trees, slices)
+        local = self._sharded.blank(trees)
+        wanted = _leaves(self._sharded, trees, local)
         for index, tree in trees.items():
             for leaf in leaves_of(tree):
-                self._check_leaf(_key(index, leaf), _numel(leaf, roster.specs[index]), leaf.dtype, roster.names[index])
+                self._check_leaf(_key(index, leaf), _numel(leaf, table.specs[index]), leaf.dtype, table.names[index])
         if wanted:
             self._load(wanted)
         options = [rebuild(group["options"], torch.device("cpu"), _no_leaf) for group in layout["groups"]]
-        self._engine.set_state(slices)
+        self._sharded.set_state(local)
         return options
 
     def _saved(self, key: str) -> Any:
@@ -186,20 +186,20 @@ class Loading:
         for key in reversed(self._prefix):
             nested = {key: nested}
         try:
-            dcp.load(nested, storage_reader=self._reader, process_group=self._engine.collectives.group)
+            dcp.load(nested, storage_reader=self._reader, process_group=self._sharded.collectives.group)
         except CheckpointException as error:
             reasons = "; ".join(f"rank {rank}: {reason[0]!r}" for rank, reason in error.failures.items())
             raise StateError(f"{self._where} is truncated or damaged: {reasons}.") from error
 
     def _check(self, layout: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:
-        roster, mine = self._engine.roster, type(self._engine.optim)
+        table, mine = self._sharded.table, type(self._sharded.optim)
         sizes = [group["num_params"] for group in layout["groups"]]
         if sizes != [len(group["params"]) for group in groups]:
             raise StateError(
                 f"{self._where} has groups of {sizes} parameters, the optimizer of {[len(g['params']) for g in groups]}. "
                 "Make the optimizer with the groups that were saved."
             )
-        for spec, name, saved in zip(roster.specs, roster.names, layout["params"], strict=True):
+        for spec, name, saved in zip(table.specs, table.names, layout["params"], strict=True):
             if [list(spec.shape), list(spec.stride)] != [saved["shape"], saved["stride"]]:
                 raise StateError(
                     f"{name} has shape {spec.shape} and strides {spec.stride}; saved was {saved['name']} with shape "
@@ -208,7 +208,7 @@ class Loading:
         keys = state_keys(mine)
         for index, tree in layout["states"].items():
             if keys is not None:
-                check_keys(set(tree.get("dict", ())), keys, roster.names[int(index)], mine.__name__)
+                check_keys(set(tree.get("dict", ())), keys, table.names[int(index)], mine.__name__)
 
     def _check_leaf(self, key: str, numel: int, dtype: torch.dtype, name: str) -> None:
         saved = self._saved(key)

@@ -13,9 +13,9 @@ import torch
 from ...errors import StateError
 from ...plan import ParamSpec
 from ..partition.kinds import StateKeys, state_keys
-from ..partition.param_table import Roster
+from ..partition.param_table import ParamTable
 from ..partition.storage import flatten
-from .sharded_optimizer import Engine
+from .sharded_optimizer import ShardedOptimizer
 from .tree import describe
 
 
@@ -43,26 +43,26 @@ def check_structure(state_dict: Any, groups: Sequence[Mapping[str, Any]]) -> Non
 
 
 def check_states(
-    states: Mapping[Any, Any], roster: Roster, optimizer_class: type[torch.optim.Optimizer], elementwise: bool
+    states: Mapping[Any, Any], table: ParamTable, optimizer_class: type[torch.optim.Optimizer], elementwise: bool
 ) -> None:
     """Raise unless every state belongs to a parameter, is complete and fits it."""
     keys = state_keys(optimizer_class)
     seen: dict[int, tuple[str, set[str]]] = {}
     for param, state in states.items():
-        if not isinstance(param, torch.Tensor) or param not in roster.index_of:
+        if not isinstance(param, torch.Tensor) or param not in table.index_of:
             raise StateError(
                 f"the state has an entry for parameter {param!r}, but the optimizer has only "
-                f"{len(roster.params)} parameters. It was saved from another model."
+                f"{len(table.params)} parameters. It was saved from another model."
             )
-        index = roster.index_of[param]
-        name = roster.names[index]
+        index = table.index_of[param]
+        name = table.names[index]
         if not isinstance(state, Mapping):
             raise StateError(f"{name}: its state must be a dict, got {type(state).__name__}.")
         if keys is not None:
             check_keys(set(state), keys, name, optimizer_class.__name__)
         if elementwise or keys is not None:
-            _check_shapes(state, roster.specs[index], name)
-            group, mine = roster.group_of[index], set(state)
+            _check_shapes(state, table.specs[index], name)
+            group, mine = table.group_of[index], set(state)
             first, expected = seen.setdefault(group, (name, mine)) if mine else (name, mine)
             if mine != expected:
                 raise StateError(
@@ -96,17 +96,17 @@ def _check_shapes(state: Mapping[str, Any], spec: ParamSpec, name: str) -> None:
             )
 
 
-def install(engine: Engine, states: Mapping[torch.Tensor, Any]) -> None:
-    """Make `states`, by parameter and whole, the engine's state: this rank keeps its own part."""
-    roster = engine.roster
+def install(sharded: ShardedOptimizer, states: Mapping[torch.Tensor, Any]) -> None:
+    """Make `states`, by parameter and whole, the optimizer's state: this rank keeps its own part."""
+    table = sharded.table
     found: dict[int, tuple[Any, dict[str, torch.Tensor]]] = {}
     for param, state in states.items():
-        index = roster.index_of[param]
-        found[index] = describe(state, param, roster.names[index])
-    slices = engine.blank({index: tree for index, (tree, _) in sorted(found.items())})
-    for (index, path), _ in slices.extents.items():
+        index = table.index_of[param]
+        found[index] = describe(state, param, table.names[index])
+    local = sharded.blank({index: tree for index, (tree, _) in sorted(found.items())})
+    for (index, path), _ in local.extents.items():
         values = found[index][1][path]
-        spec = roster.specs[index]
+        spec = table.specs[index]
         flat = flatten(values, spec) if tuple(values.shape) == spec.shape else values.reshape(-1)
-        slices.write(index, path, 0, flat.numel(), flat)
-    engine.set_state(slices)
+        local.write(index, path, 0, flat.numel(), flat)
+    sharded.set_state(local)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ...plan import ParamSpec
-from ..partition.partition import Held
+from ..partition.partition import OwnedTensor
 from .tree import Leaf, Tree, describe, rebuild
 
 
@@ -32,40 +32,40 @@ class Extent:
 
 
 @dataclass
-class StateSlices:
-    """`trees` by parameter; `extents` by parameter and path, in order; `states` by position in `held`."""
+class LocalState:
+    """`trees` by parameter; `extents` by parameter and path, in order; `states` by position in `owned`."""
 
-    held: Sequence[Held]
+    owned: Sequence[OwnedTensor]
     trees: dict[int, Tree] = field(default_factory=dict)
     extents: dict[tuple[int, str], list[Extent]] = field(default_factory=dict)
     states: dict[int, Any] = field(default_factory=dict)
 
     @classmethod
     def live(
-        cls, held: Sequence[Held], state: Mapping[torch.Tensor, Any], names: Sequence[str]
-    ) -> StateSlices:
-        """What `state` holds for the tensors of `held`."""
-        slices = cls(held)
-        for one in held:
+        cls, owned: Sequence[OwnedTensor], state: Mapping[torch.Tensor, Any], names: Sequence[str]
+    ) -> LocalState:
+        """What `state` holds for the tensors of `owned`."""
+        local = cls(owned)
+        for one in owned:
             if one.key not in state:
                 continue
             tree, leaves = describe(state[one.key], one.key, names[one.index])
-            slices.trees.setdefault(one.index, tree)
+            local.trees.setdefault(one.index, tree)
             for path, values in leaves.items():
                 elementwise = values.shape == one.key.shape
-                slices._add(one, path, _dense(values, one) if elementwise else values.contiguous(), elementwise)
-        return slices
+                local._add(one, path, _dense(values, one) if elementwise else values.contiguous(), elementwise)
+        return local
 
     @classmethod
-    def blank(cls, held: Sequence[Held], trees: Mapping[int, Tree], device: torch.device | None) -> StateSlices:
+    def blank(cls, owned: Sequence[OwnedTensor], trees: Mapping[int, Tree], device: torch.device | None) -> LocalState:
         """Zeroed memory for the state that `trees` describe; on `device`, or where each tensor is."""
-        slices = cls(held, dict(trees))
-        for position, one in enumerate(held):
+        local = cls(owned, dict(trees))
+        for position, one in enumerate(owned):
             if one.index in trees:
-                slices._make(position, one, one.key.device if device is None else device)
-        return slices
+                local._make(position, one, one.key.device if device is None else device)
+        return local
 
-    def _make(self, position: int, one: Held, device: torch.device) -> None:
+    def _make(self, position: int, one: OwnedTensor, device: torch.device) -> None:
         def leaf(leaf: Leaf) -> torch.Tensor:
             elementwise = leaf.shape is None
             if leaf.shape is None:
@@ -77,7 +77,7 @@ class StateSlices:
 
         self.states[position] = rebuild(self.trees[one.index], device, leaf)
 
-    def _add(self, one: Held, path: str, values: torch.Tensor, elementwise: bool) -> None:
+    def _add(self, one: OwnedTensor, path: str, values: torch.Tensor, elementwise: bool) -> None:
         flat = values.as_strided((values.numel(),), (1,))
         start = 0
         if elementwise:
@@ -103,19 +103,19 @@ class StateSlices:
         """Make what is in this memory the state of an optimizer."""
         state.clear()
         for position, value in self.states.items():
-            state[self.held[position].key] = value
+            state[self.owned[position].key] = value
 
 
-def _dense(values: torch.Tensor, one: Held) -> torch.Tensor:
+def _dense(values: torch.Tensor, one: OwnedTensor) -> torch.Tensor:
     if values.stride() == one.stride or values.numel() <= 1:
         return values
     dense = torch.empty_strided(one.shape, one.stride, dtype=values.dtype, device=values.device)
     return dense.copy_(values)
 
 
-def whole(specs: Sequence[ParamSpec]) -> list[Held]:
-    """Every parameter in one piece, held by nobody in particular: what a consolidated state is made of."""
+def whole(specs: Sequence[ParamSpec]) -> list[OwnedTensor]:
+    """Every parameter whole, owned by nobody in particular: what a consolidated state is made of."""
     return [
-        Held(index, 0, spec.numel, 0, spec.numel, spec.shape, spec.stride, torch.empty(0))
+        OwnedTensor(index, 0, spec.numel, 0, spec.numel, spec.shape, spec.stride, torch.empty(0))
         for index, spec in enumerate(specs)
     ]

@@ -1,7 +1,7 @@
-"""What an optimizer of sharded state consists of: parameters, their division, the local optimizer, the state.
+"""What an optimizer of sharded state consists of: parameters, their partition, the local optimizer, the state.
 
-The public class above adds torch's signature; overlap adds another division and another moment to step. Here is
-what both need: making a division, replacing it without losing state, and collecting or setting the state.
+The public class above adds torch's signature; overlap adds another partition and another moment to step. Here is
+what both need: making a partition, replacing it without losing state, and collecting or setting the state.
 """
 
 from __future__ import annotations
@@ -12,39 +12,39 @@ from typing import Any
 import torch
 
 from ...comm.collectives import Collectives
-from ...plan.shards import Span
-from ..partition.element import ElementPartition, Home, Layout, own_layouts
-from ..partition.kinds import Choice, Kind
+from ...plan.shards import OwnedRange
+from ..partition.element import ElementPartition, NumberedPlan, Placement, numbered_plans
+from ..partition.kinds import Kind, PartitionChoice
 from ..partition.local import LocalOptimizer
-from ..partition.param_table import Roster
+from ..partition.param_table import ParamTable
 from ..partition.parameter import ParameterPartition
 from ..partition.partition import Partition
-from .local_state import StateSlices, whole
-from .transfer import Movement, merge_trees
+from .local_state import LocalState, whole
+from .transfer import StateTransfer, merge_trees
 from .tree import Tree
 
-LayOut = Callable[[Roster], list[Layout]]
+MakePlans = Callable[[ParamTable], list[NumberedPlan]]
 
 
-class Engine:
-    """The division of `groups` among the ranks and everything that depends on it."""
+class ShardedOptimizer:
+    """The partition of `groups` among the ranks and everything that depends on it."""
 
     def __init__(
         self,
         optimizer_class: type[torch.optim.Optimizer],
         defaults: Mapping[str, Any],
         groups: Sequence[dict[str, Any]],
-        choice: Choice,
+        choice: PartitionChoice,
         collectives: Collectives,
-        home: Home,
+        placement: Placement,
     ) -> None:
         self.choice = choice
-        self.home = home
+        self.placement = placement
         self.collectives = collectives
-        self.roster = Roster.of(groups)
-        self.lay_out: LayOut = _lay_out_alone
-        self.partition = self._divide(self.roster)
-        self.local = LocalOptimizer(optimizer_class, defaults, groups, self.partition.members())
+        self.table = ParamTable.of(groups)
+        self.make_plans: MakePlans = _plans_alone
+        self.partition = self._make_partition(self.table)
+        self.local = LocalOptimizer(optimizer_class, defaults, groups, self.partition.params_by_group())
         # Whether any rank may hold state. Known without asking: the same things happen on every rank.
         self.has_state = False
 
@@ -52,52 +52,52 @@ class Engine:
     def optim(self) -> torch.optim.Optimizer:
         return self.local.optim
 
-    def _divide(self, roster: Roster) -> Partition:
+    def _make_partition(self, table: ParamTable) -> Partition:
         if self.choice.partition == "parameter":
             coupled = self.choice.kind is Kind.COUPLED
-            return ParameterPartition(roster, self.collectives, self.home is Home.BUCKET, coupled)
-        return ElementPartition(roster, self.collectives, self.lay_out(roster), self.home)
+            return ParameterPartition(table, self.collectives, self.placement is Placement.BUCKET, coupled)
+        return ElementPartition(table, self.collectives, self.make_plans(table), self.placement)
 
     # -- other parameters, another plan --------------------------------------------------------
 
     def add_group(self, groups: Sequence[dict[str, Any]]) -> None:
         """The last of `groups` is new. Every rank calls it at the same point."""
-        roster = Roster.of(groups)
+        table = ParamTable.of(groups)
         # Whatever may refuse the group comes before anything is changed.
-        new = self._divide(roster)
+        new = self._make_partition(table)
         self.local.add_group(groups[-1])
-        self._move(roster, new)
+        self._move(table, new)
         self.local.push(groups)
 
-    def redivide(self) -> None:
-        """Divide anew and move the state there. Every rank calls it at the same point; nothing is lost."""
-        self._move(self.roster, self._divide(self.roster))
+    def repartition(self) -> None:
+        """Make the partition anew and move the state there. Every rank calls it at the same point; nothing is lost."""
+        self._move(self.table, self._make_partition(self.table))
 
-    def _move(self, roster: Roster, new: Partition) -> None:
+    def _move(self, table: ParamTable, new: Partition) -> None:
         old = self.partition
-        slices = None
+        moved = None
         if self.has_state:
             live = self._live()
             trees = self._merged(live)
             before, after = old.ownership, new.ownership
-            slices = StateSlices.blank(new.held, trees, None)
+            moved = LocalState.blank(new.owned, trees, None)
             # Parameters that are new have no state to move.
-            moving = Movement(trees, roster.specs, before + after[len(before) :], after, self.collectives)
-            moving.run(live, slices, _devices(roster))
-        self.roster, self.partition = roster, new
-        self.local.reseat(new.members())
-        if slices is not None:
-            slices.install(self.optim.state)
+            transfer = StateTransfer(trees, table.specs, before + after[len(before) :], after, self.collectives)
+            transfer.run(live, moved, _devices(table))
+        self.table, self.partition = table, new
+        self.local.use_params(new.params_by_group())
+        if moved is not None:
+            moved.install(self.optim.state)
 
     # -- state ---------------------------------------------------------------------------------
 
-    def _live(self) -> StateSlices:
-        return StateSlices.live(self.partition.held, self.optim.state, self.roster.names)
+    def _live(self) -> LocalState:
+        return LocalState.live(self.partition.owned, self.optim.state, self.table.names)
 
-    def _merged(self, live: StateSlices) -> dict[int, Tree]:
-        return merge_trees(live.trees, self.roster.params[0].device, self.collectives)
+    def _merged(self, live: LocalState) -> dict[int, Tree]:
+        return merge_trees(live.trees, self.table.params[0].device, self.collectives)
 
-    def described(self) -> tuple[StateSlices, dict[int, Tree]]:
+    def described(self) -> tuple[LocalState, dict[int, Tree]]:
         """This rank's part of the state, and what the whole state looks like. Every rank calls it."""
         live = self._live()
         return live, self._merged(live)
@@ -106,25 +106,25 @@ class Engine:
         """Every parameter's state, whole, in CPU memory of rank `to`; None elsewhere. Every rank calls it."""
         live, trees = self.described()
         mine = trees if self.collectives.rank == to else {}
-        target = StateSlices.blank(whole(self.roster.specs), mine, torch.device("cpu"))
-        everything = tuple((Span(0, spec.numel, to),) for spec in self.roster.specs)
-        moving = Movement(trees, self.roster.specs, self.partition.ownership, everything, self.collectives)
-        moving.run(live, target, _devices(self.roster))
+        target = LocalState.blank(whole(self.table.specs), mine, torch.device("cpu"))
+        everything = tuple((OwnedRange(0, spec.numel, to),) for spec in self.table.specs)
+        transfer = StateTransfer(trees, self.table.specs, self.partition.ownership, everything, self.collectives)
+        transfer.run(live, target, _devices(self.table))
         return dict(target.states) if self.collectives.rank == to else None
 
-    def blank(self, trees: Mapping[int, Tree]) -> StateSlices:
+    def blank(self, trees: Mapping[int, Tree]) -> LocalState:
         """Memory for this rank's part of the state that `trees` describe."""
-        return StateSlices.blank(self.partition.held, trees, None)
+        return LocalState.blank(self.partition.owned, trees, None)
 
-    def set_state(self, slices: StateSlices) -> None:
-        """Make `slices`, filled, the state. The same on every rank."""
-        slices.install(self.optim.state)
+    def set_state(self, local: LocalState) -> None:
+        """Make `local`, filled, the state. The same on every rank."""
+        local.install(self.optim.state)
         self.has_state = True
 
 
-def _lay_out_alone(roster: Roster) -> list[Layout]:
-    return own_layouts(roster, range(len(roster.params)))
+def _plans_alone(table: ParamTable) -> list[NumberedPlan]:
+    return numbered_plans(table, range(len(table.params)))
 
 
-def _devices(roster: Roster) -> dict[str, torch.device]:
-    return {spec.device: param.device for spec, param in zip(roster.specs, roster.params, strict=True)}
+def _devices(table: ParamTable) -> dict[str, torch.device]:
+    return {spec.device: param.device for spec, param in zip(table.specs, table.params, strict=True)}

@@ -1,6 +1,6 @@
-"""State on its way from one division of the parameters to another, in messages of bounded size.
+"""State on its way from one partition of the parameters to another, in messages of bounded size.
 
-Every rank knows both divisions, so it knows the whole schedule: which elements of which leaf are in which
+Every rank knows both partitions, so it knows the whole schedule: which elements of which leaf are in which
 rank's message of which round. Only the texts, which say what states look like, have to be exchanged first.
 """
 
@@ -17,7 +17,7 @@ import torch
 from ...comm.collectives import Collectives
 from ...plan import ParamSpec
 from ...plan.shards import Move, Ownership, reslice
-from .local_state import StateSlices
+from .local_state import LocalState
 from .tree import Tree, leaves_of
 
 # Elements of one rank's message: the memory of a transfer is (world + 1) messages, whatever the size of the state.
@@ -25,7 +25,7 @@ _MESSAGE_NUMEL = 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Parcel:
+class LeafMove:
     """Elements [start, stop) of a leaf on their way from one rank to another."""
 
     index: int
@@ -39,14 +39,12 @@ class Parcel:
     def numel(self) -> int:
         return self.stop - self.start
 
-    def split(self, most: int) -> Iterator[Parcel]:
+    def split(self, most: int) -> Iterator[LeafMove]:
         for at in range(self.start, self.stop, most):
-            yield Parcel(self.index, self.path, at, min(at + most, self.stop), self.source, self.target)
+            yield LeafMove(self.index, self.path, at, min(at + most, self.stop), self.source, self.target)
 
 
-def exchange_texts(
-    text: str, device: torch.device, collectives: Collectives, where: str
-) -> list[str]:
+def exchange_texts(text: str, device: torch.device, collectives: Collectives, where: str) -> list[str]:
     """Every rank's text, on every rank."""
     mine = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8).to(device)
     sizes = torch.zeros(collectives.world, dtype=torch.int64, device=device)
@@ -60,9 +58,7 @@ def exchange_texts(
     return [row[:size].numpy().tobytes().decode() for row, size in zip(rows, sizes.tolist(), strict=True)]
 
 
-def merge_trees(
-    mine: Mapping[int, Tree], device: torch.device, collectives: Collectives
-) -> dict[int, Tree]:
+def merge_trees(mine: Mapping[int, Tree], device: torch.device, collectives: Collectives) -> dict[int, Tree]:
     """What every parameter's state looks like, on every rank. Ranks that hold parts of one agree about it."""
     text = json.dumps({str(index): tree for index, tree in mine.items()})
     merged: dict[int, Tree] = {}
@@ -72,8 +68,8 @@ def merge_trees(
     return dict(sorted(merged.items()))
 
 
-class Movement:
-    """Moves the states that `trees` describe from the division `old` to the division `new` of `specs`."""
+class StateTransfer:
+    """Moves the states that `trees` describe from the owners `old` to the owners `new` of `specs`."""
 
     def __init__(
         self,
@@ -87,79 +83,79 @@ class Movement:
         self._moves: dict[int, list[Move]] = {}
         for move in reslice(old, new):
             self._moves.setdefault(move.param, []).append(move)
-        self._parcels: dict[tuple[torch.dtype, str], list[Parcel]] = {}
+        self._leaf_moves: dict[tuple[torch.dtype, str], list[LeafMove]] = {}
         for index, tree in trees.items():
             for leaf in leaves_of(tree):
-                kind = self._parcels.setdefault((leaf.dtype, specs[index].device), [])
+                alike = self._leaf_moves.setdefault((leaf.dtype, specs[index].device), [])
                 if leaf.shape is None:
-                    kind += [Parcel(index, leaf.path, m.start, m.stop, m.source, m.target) for m in self._moves[index]]
+                    alike += [LeafMove(index, leaf.path, m.start, m.stop, m.source, m.target) for m in self._moves[index]]
                 else:
                     first, numel = self._moves[index][0], prod(leaf.shape)
-                    kind.append(Parcel(index, leaf.path, 0, numel, first.source, first.target))
+                    alike.append(LeafMove(index, leaf.path, 0, numel, first.source, first.target))
 
-    def run(self, source: StateSlices, target: StateSlices, devices: Mapping[str, torch.device]) -> None:
+    def run(self, source: LocalState, target: LocalState, devices: Mapping[str, torch.device]) -> None:
         """Every rank calls it with what it holds and with memory for what it is to hold."""
-        for (dtype, device), parcels in self._parcels.items():
-            self._keep(parcels, source, target, dtype, devices[device])
-            moving = [parcel for parcel in parcels if parcel.source != parcel.target]
-            for load in _rounds(moving, self._collectives.world):
-                self._round(load, source, target, dtype, devices[device])
+        for (dtype, device), moves in self._leaf_moves.items():
+            self._keep(moves, source, target, dtype, devices[device])
+            moving = [move for move in moves if move.source != move.target]
+            for sends in _rounds(moving, self._collectives.world):
+                self._round(sends, source, target, dtype, devices[device])
 
     def _keep(
         self,
-        parcels: Sequence[Parcel],
-        source: StateSlices,
-        target: StateSlices,
+        moves: Sequence[LeafMove],
+        source: LocalState,
+        target: LocalState,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        for parcel in parcels:
-            if parcel.source == parcel.target == self._collectives.rank:
-                for part in parcel.split(_MESSAGE_NUMEL):
+        for move in moves:
+            if move.source == move.target == self._collectives.rank:
+                for part in move.split(_MESSAGE_NUMEL):
                     values = torch.empty(part.numel, dtype=dtype, device=device)
                     source.read(part.index, part.path, part.start, part.stop, values)
                     target.write(part.index, part.path, part.start, part.stop, values)
 
     def _round(
         self,
-        load: Sequence[Sequence[Parcel]],
-        source: StateSlices,
-        target: StateSlices,
+        sends: Sequence[Sequence[LeafMove]],
+        source: LocalState,
+        target: LocalState,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        numel = max(sum(parcel.numel for parcel in parcels) for parcels in load)
+        numel = max(sum(move.numel for move in moves) for moves in sends)
         message = torch.zeros(numel, dtype=dtype, device=device)
-        for at, parcel in _placed(load[self._collectives.rank]):
-            source.read(parcel.index, parcel.path, parcel.start, parcel.stop, message[at : at + parcel.numel])
+        for at, move in _placed(sends[self._collectives.rank]):
+            source.read(move.index, move.path, move.start, move.stop, message[at : at + move.numel])
         everyone = torch.empty(self._collectives.world * numel, dtype=dtype, device=device)
         self._collectives.wait(self._collectives.all_gather(everyone, message), "moving optimizer state")
-        for rank, parcels in enumerate(load):
-            for at, parcel in _placed(parcels):
-                if parcel.target == self._collectives.rank:
-                    values = everyone[rank * numel + at : rank * numel + at + parcel.numel]
-                    target.write(parcel.index, parcel.path, parcel.start, parcel.stop, values)
+        for rank, moves in enumerate(sends):
+            for at, move in _placed(moves):
+                if move.target == self._collectives.rank:
+                    values = everyone[rank * numel + at : rank * numel + at + move.numel]
+                    target.write(move.index, move.path, move.start, move.stop, values)
 
 
-def _placed(parcels: Sequence[Parcel]) -> Iterator[tuple[int, Parcel]]:
+def _placed(moves: Sequence[LeafMove]) -> Iterator[tuple[int, LeafMove]]:
     at = 0
-    for parcel in parcels:
-        yield at, parcel
-        at += parcel.numel
+    for move in moves:
+        yield at, move
+        at += move.numel
 
 
-def _rounds(parcels: Sequence[Parcel], world: int) -> Iterator[list[list[Parcel]]]:
-    """What each rank sends in each round: as much as fits into a message, in the order of the parcels."""
-    queues: list[deque[Parcel]] = [deque() for _ in range(world)]
-    for parcel in parcels:
-        queues[parcel.source].extend(parcel.split(_MESSAGE_NUMEL))
+def _rounds(moves: Sequence[LeafMove], world: int) -> Iterator[list[list[LeafMove]]]:
+    """What each rank sends in each round: as much as fits into a message, in the order of the moves."""
+    queues: list[deque[LeafMove]] = [deque() for _ in range(world)]
+    for move in moves:
+        queues[move.source].extend(move.split(_MESSAGE_NUMEL))
     while any(queues):
-        load: list[list[Parcel]] = []
+        sends: list[list[LeafMove]] = []
         for queue in queues:
-            taken: list[Parcel] = []
+            taken: list[LeafMove] = []
             room = _MESSAGE_NUMEL
             while queue and queue[0].numel <= room:
                 taken.append(queue.popleft())
                 room -= taken[-1].numel
-            load.append(taken)
-        yield load
+            sends.append(taken)
+        yield sends

@@ -2,7 +2,7 @@
 
 The text is JSON. Tensors with dimensions are leaves, named by their path and kept apart; everything else is in
 the text itself. A leaf of its tensor's own shape is elementwise (`shape` null), so it can be cut with the
-parameter. Adam's state of one piece:
+parameter. Adam's state of one slice:
 
     {"dict": {"step": {"value": 3.0, "dtype": "float32", "at": "cpu"},
               "exp_avg": {"leaf": "exp_avg", "dtype": "float32", "shape": null}, …}}

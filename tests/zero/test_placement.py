@@ -38,7 +38,7 @@ def look_at_views(rank: int, world: int, overlapped: bool, backend: str) -> Any:
     assert all(map(torch.equal, model.parameters(), before))
     assert [param.stride() for param in model.parameters()] == strides
     if backend == "phalanx":
-        memory = zero._engine.collectives._memory  # type: ignore[attr-defined]
+        memory = zero._sharded.collectives._memory  # type: ignore[attr-defined]
         assert all(memory.locate(param) is not None for param in model.parameters() if param.numel())
     return len(storages(model))
 
