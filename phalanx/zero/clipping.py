@@ -1,8 +1,12 @@
-"""Clipping by the norm over all parameters, of whole gradients and of sharded ones."""
+"""Clipping by the norm over all parameters, of whole gradients and of sharded ones.
+
+Must not know how gradients came to be sharded, nor who steps with them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 
 import torch
 
@@ -17,24 +21,25 @@ def clip_gradients(
     return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite)
 
 
-def _norm_of_norms(norm: torch.Tensor, norm_type: float, collectives: Collectives) -> torch.Tensor:
-    """The norm over all ranks, from the norm of what each of them has."""
-    everyone = torch.zeros(collectives.world, dtype=norm.dtype, device=norm.device)
-    work = collectives.all_gather(everyone, norm.reshape(1))
-    collectives.wait(work, "adding up the norm of gradients")
-    norm = torch.linalg.vector_norm(everyone, norm_type)
-    return norm
-
-
 def clip_shards(
-    shards: Sequence[torch.Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool, collectives: Collectives
+    shards: Sequence[torch.Tensor],
+    grads: Sequence[torch.Tensor],
+    max_norm: float,
+    norm_type: float,
+    error_if_nonfinite: bool,
+    collectives: Collectives,
 ) -> torch.Tensor:
-    """Where every rank has the shards that it owns, together all gradients. The same norm, in the same order, everywhere."""
+    """Where every rank has the shards that it owns of `grads`, which no rank has whole.
+
+    The same norm, bit for bit, on every rank, of the dtype that torch gives it. Only dtype and device are read of
+    `grads`: a rank that owns no element of any of them must know both to take part in the gather.
+    """
+    if not grads:
+        return torch.tensor(0.0)
     shards = [part for part in shards if part.numel()]
-    norms = [torch.linalg.vector_norm(part, norm_type, dtype=torch.float64) for part in shards]
-    device = shards[0].device if shards else torch.device("cpu")
-    together = torch.stack([norm.to(device) for norm in norms]) if norms else torch.zeros(1, dtype=torch.float64)
-    total = _norm_of_norms(torch.linalg.vector_norm(together, norm_type), norm_type, collectives)
+    norms = [_norm(part, norm_type).to(grads[0].device) for part in shards]
+    own = torch.stack(norms) if norms else torch.zeros(1, dtype=torch.float64, device=grads[0].device)
+    total = _norm_of_norms(torch.linalg.vector_norm(own, norm_type), norm_type, collectives)
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         raise ReductionError(
             f"The total norm of order {norm_type} for gradients is non-finite, so it cannot be clipped. To disable this "
@@ -42,5 +47,22 @@ def clip_shards(
         )
     coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     for part in shards:
-        part.mul_(coefficient.to(dtype=part.dtype, device=part.device))
-    return total.to(torch.float32)
+        # Real also for complex gradients: a complex factor would turn an infinite part into NaN.
+        part.mul_(coefficient.to(dtype=part.dtype.to_real(), device=part.device))
+    return total.to(reduce(torch.promote_types, (grad.dtype.to_real() for grad in grads)))
+
+
+def _norm(part: torch.Tensor, norm_type: float) -> torch.Tensor:
+    # In double precision, so that the norm hardly depends on where gradients were cut.
+    dtype = torch.complex128 if part.is_complex() else torch.float64
+    norm: torch.Tensor = torch.linalg.vector_norm(part, norm_type, dtype=dtype)
+    return norm
+
+
+def _norm_of_norms(own: torch.Tensor, norm_type: float, collectives: Collectives) -> torch.Tensor:
+    """The norm over all ranks, from the norm of what each of them has."""
+    # Gathered, not added up: each rank then adds the same numbers in the same order, so that all clip alike.
+    everyone = torch.zeros(collectives.world, dtype=own.dtype, device=own.device)
+    collectives.wait(collectives.all_gather(everyone, own.reshape(1)), "adding up the norm of gradients")
+    norm: torch.Tensor = torch.linalg.vector_norm(everyone, norm_type)
+    return norm

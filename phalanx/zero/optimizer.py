@@ -200,7 +200,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         if overlap is None or overlap.gradient_shards is None:
             return clip_gradients(self._all_params, max_norm, norm_type, error_if_nonfinite)
         shards = overlap.gradient_shards.owned()
-        return clip_shards(shards, max_norm, norm_type, error_if_nonfinite, self._sharded.collectives)
+        grads = [param.grad for param in self._all_params if param.grad is not None]
+        return clip_shards(shards, grads, max_norm, norm_type, error_if_nonfinite, self._sharded.collectives)
 
     def memory(self) -> MemoryReport:
         """Bytes of state, gradients and parameters on each rank, and without sharding. Every rank calls it."""

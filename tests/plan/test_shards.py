@@ -57,7 +57,7 @@ def test_ranks_own_equal_shares_of_every_bucket(sizes: list[int], world: int, ca
 
 
 @given(SIZES, WORLDS, st.integers(1, 900), st.sampled_from([None, UNIT, 3 * UNIT]))
-def test_pieces_are_what_a_rank_owns_cut_at_units(sizes: list[int], world: int, cap: int, max_numel: int | None) -> None:
+def test_slices_are_what_a_rank_owns_cut_at_units(sizes: list[int], world: int, cap: int, max_numel: int | None) -> None:
     plan = plan_for(sizes, cap)
     ownership = element_ownership(plan, world)
     found: dict[int, list[int]] = {param: [-1] * size for param, size in enumerate(sizes)}

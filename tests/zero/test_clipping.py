@@ -10,6 +10,7 @@ from torch import nn, optim
 
 import phalanx
 from phalanx.zero import ZeroRedundancyOptimizer
+from phalanx.zero.clipping import clip_shards
 from tests.cluster import run_ranks
 from tests.zero.cases import Given, differing, mean_gradients, own_gradients, sample, set_gradients
 from tests.zero.test_overlap import CAP_MB, everywhere, made
@@ -52,6 +53,82 @@ def test_clipping_by_the_norm_over_all_ranks(norm_type: float, backend: str) -> 
         for norms, values in results[1:]:
             assert norms == results[0][0]
             assert all(map(torch.equal, values, results[0][1]))
+
+
+class ComplexGiven(Given):
+    """The gradient of each complex parameter is the conjugate of what `forward` is given for it."""
+
+    def forward(self, gradients: Any) -> torch.Tensor:
+        return torch.stack([(w * g).sum().real for w, g in zip(self.weights, gradients, strict=True)]).sum()
+
+
+def clip_complex(rank: int, world: int, norm_type: float, options: dict[str, Any]) -> Any:
+    shapes = ((70,), (13, 10), (), (9000,))  # the last one has more than 64 KiB
+    plain_model, model = (ComplexGiven(shapes, torch.complex64) for _ in range(2))
+    plain = optim.SGD(plain_model.parameters(), lr=0.01, momentum=0.9)
+    wrapped, zero = made(model, optim.SGD, momentum=0.9, step_in_backward=False, **options)
+    turned = 1.0 + 0.5j  # so that both parts of every gradient are there
+    for step in (0, 1, 3):
+        means = [turned * mean for mean in mean_gradients(plain_model, step) if mean is not None]
+        set_gradients(list(plain_model.parameters()), [mean.conj().resolve_conj() for mean in means])
+        # In double, as torch's sum of 9,000 numbers in single precision is not exact enough to compare with.
+        expected = nn.utils.get_total_norm([mean.to(torch.complex128) for mean in means], norm_type).float()
+        nn.utils.clip_grad_norm_(plain_model.parameters(), 3.0, norm_type)
+        plain.step()
+        zero.zero_grad()
+        own = [turned * one for one in own_gradients(model, step, rank, world) if one is not None]
+        wrapped(own).backward()
+        got = zero.clip_grad_norm_(3.0, norm_type)
+        zero.step()
+        torch.testing.assert_close(got, expected)
+    for param, value in zip(model.parameters(), plain_model.parameters(), strict=True):
+        torch.testing.assert_close(param, value)
+    return got
+
+
+@everywhere
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
+def test_clipping_of_complex_gradients(norm_type: float, backend: str) -> None:
+    for options in ({}, {"stage": 2}):
+        first, second = run_ranks(2, clip_complex, norm_type, options, backend=backend)
+        assert torch.equal(first, second)
+
+
+def clip_dtype(rank: int, world: int, dtype: torch.dtype) -> Any:
+    model = Given(((70,), (9000,)), dtype)
+    wrapped, zero = made(model, optim.SGD, step_in_backward=False)
+    wrapped(own_gradients(model, 0, rank, world)).backward()
+    got = zero.clip_grad_norm_(3.0)
+    plain = [param.detach().clone() for param in model.parameters()]
+    set_gradients(plain, mean_gradients(model, 0))
+    torch.testing.assert_close(got, nn.utils.clip_grad_norm_(plain, 3.0))
+    return got
+
+
+@everywhere
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_the_norm_has_the_precision_of_the_gradients(dtype: torch.dtype, backend: str) -> None:
+    assert len({float(got) for got in run_ranks(3, clip_dtype, dtype, backend=backend)}) == 1
+
+
+class OnePeer:
+    """Collectives of two ranks in which the other one has nothing, on any device."""
+
+    world = 2
+
+    def all_gather(self, output: torch.Tensor, own: torch.Tensor) -> None:
+        self.devices = {output.device, own.device}
+
+    def wait(self, work: None, where: str) -> None:
+        pass
+
+
+def test_a_rank_that_owns_nothing_clips_on_the_device_of_the_parameters() -> None:
+    # A group of an accelerator takes no CPU tensor; "meta" stands for any device that is not the CPU.
+    peer: Any = OnePeer()
+    grads = [torch.zeros(3, device="meta")]
+    clip_shards([], grads, 1.0, 2.0, False, peer)
+    assert peer.devices == {torch.device("meta")}
 
 
 def misuse_scattered(rank: int, world: int) -> None:
