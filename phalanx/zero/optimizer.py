@@ -133,7 +133,6 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         sharded = self._sharded
         sharded.local.pull(self.param_groups)
         self._consolidated = None
-        sharded.has_state = True
         if self._overlap is None:
             result = sharded.partition.step(sharded.local, closure, kwargs)
         else:
@@ -163,7 +162,6 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         if begins:
             _, kwargs = self._hook_arguments = step_hooks.before(self, (self,), {})
             self._sharded.local.pull(self.param_groups)
-            self._sharded.has_state = True
             self._consolidated = None
             return dict(kwargs)
         self._sharded.local.push(self.param_groups)

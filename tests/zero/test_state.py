@@ -1,4 +1,4 @@
-"""The whole state: what the plain optimizer would save, loadable by it and from it, on any division."""
+"""The whole state: what the plain optimizer would save, loadable by it and from it, on any partition."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from phalanx.errors import StateError
 from phalanx.zero import ZeroRedundancyOptimizer
 from phalanx.zero.state import transfer
 from tests.cluster import run_ranks
-from tests.zero.cases import Given, differing, mean_gradients, sample, set_gradients
+from tests.zero.cases import Given, differing, mean_gradients, own_gradients, sample, set_gradients
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -53,6 +53,38 @@ def equal(left: Any, right: Any) -> bool:
     if isinstance(left, (list, tuple)):
         return len(left) == len(right) and all(map(equal, left, right))
     return bool(left == right)
+
+
+NEVER_USED = ((70,), (20000,), (5,), (20000,))  # a small and a large one (more than 64 KiB) of each sort
+
+
+def from_construction(rank: int, world: int, steps: int, options: dict[str, Any]) -> bool:
+    """Adagrad has state for every parameter as soon as it is made; here the last two never get a gradient."""
+    plain_model, model = Given(NEVER_USED), Given(NEVER_USED)
+    plain = optim.Adagrad(plain_model.parameters(), lr=0.01, initial_accumulator_value=0.5)
+    wrapped = phalanx.DistributedDataParallel(model, bucket_cap_mb=0.05, on_unused="ignore")
+    zero = ZeroRedundancyOptimizer(
+        model.parameters(), optim.Adagrad, overlap_with_ddp=True, lr=0.01, initial_accumulator_value=0.5, **options
+    )
+    for step in range(steps):
+        set_gradients(list(plain_model.parameters()), [*mean_gradients(plain_model, step)[:2], None, None])
+        plain.step()
+        zero.zero_grad()
+        wrapped([*own_gradients(model, step, rank, world)[:2], None, None]).backward()
+        zero.step()
+    zero.add_param_group({"params": [torch.nn.Parameter(torch.ones(3), requires_grad=False)]})
+    plain.add_param_group({"params": [torch.nn.Parameter(torch.ones(3), requires_grad=False)]})
+    zero.consolidate_state_dict(to=0)
+    return differing(model, sample(plain_model)) == [] and (
+        rank != 0 or equal(zero.state_dict()["state"], plain.state_dict()["state"])
+    )
+
+
+@pytest.mark.parametrize("backend", ["gloo", "phalanx"])
+@pytest.mark.parametrize("options", [{}, {"stage": 2}, {"step_in_backward": False}, {"partition": "parameter"}], ids=str)
+def test_state_that_is_there_from_construction_is_kept(options: dict[str, Any], backend: str) -> None:
+    for steps in (0, 1, 3):
+        assert run_ranks(2, from_construction, steps, options, backend=backend) == [True, True]
 
 
 def collect(rank: int, world: int, partition: str) -> Any:

@@ -122,7 +122,6 @@ class GradientShards:
         params, state = self._sharded.table.params, self._sharded.optim.state
         for number in self._markers:
             if isinstance(params[number].grad, ScatteredGradient):
-                self._sharded.has_state = True
                 for live, gradient in self._slices.get(number, ()):
                     state[live.tensor][_SET_ASIDE] = gradient
 

@@ -45,8 +45,6 @@ class ShardedOptimizer:
         self.make_plans: MakePlans = _plans_alone
         self.partition = self._make_partition(self.table)
         self.local = LocalOptimizer(optimizer_class, defaults, groups, self.partition.params_by_group())
-        # Whether any rank may hold state. Known without asking: the same things happen on every rank.
-        self.has_state = False
 
     @property
     def optim(self) -> torch.optim.Optimizer:
@@ -74,33 +72,24 @@ class ShardedOptimizer:
         self._move(self.table, self._make_partition(self.table))
 
     def _move(self, table: ParamTable, new: Partition) -> None:
-        old = self.partition
-        moved = None
-        if self.has_state:
-            live = self._live()
-            trees = self._merged(live)
-            before, after = old.ownership, new.ownership
-            moved = LocalState.blank(new.owned, trees, None)
-            # Parameters that are new have no state to move.
-            transfer = StateTransfer(trees, table.specs, before + after[len(before) :], after, self.collectives)
-            transfer.run(live, moved, _devices(table))
+        # Also before the first step: some classes (Adagrad) have state from their construction on, and a rank that owns
+        # nothing yet cannot know.
+        live, trees = self.described()
+        before, after = self.partition.ownership, new.ownership
+        moved = LocalState.blank(new.owned, trees, None)
+        # Parameters that are new have no state to move, whoever is said to have owned them.
+        transfer = StateTransfer(trees, table.specs, before + after[len(before) :], after, self.collectives)
+        transfer.run(live, moved, _devices(table))
         self.table, self.partition = table, new
         self.local.use_params(new.params_by_group())
-        if moved is not None:
-            moved.install(self.optim.state)
+        moved.install(self.optim.state)
 
     # -- state ---------------------------------------------------------------------------------
 
-    def _live(self) -> LocalState:
-        return LocalState.live(self.partition.owned, self.optim.state, self.table.names)
-
-    def _merged(self, live: LocalState) -> dict[int, Tree]:
-        return merge_trees(live.trees, self.table.params[0].device, self.collectives)
-
     def described(self) -> tuple[LocalState, dict[int, Tree]]:
         """This rank's part of the state, and what the whole state looks like. Every rank calls it."""
-        live = self._live()
-        return live, self._merged(live)
+        live = LocalState.live(self.partition.owned, self.optim.state, self.table.names)
+        return live, merge_trees(live.trees, self.table.params[0].device, self.collectives)
 
     def collect(self, to: int) -> dict[int, Any] | None:
         """Every parameter's state, whole, in CPU memory of rank `to`; None elsewhere. Every rank calls it."""
@@ -119,7 +108,6 @@ class ShardedOptimizer:
     def set_state(self, local: LocalState) -> None:
         """Make `local`, filled, the state. The same on every rank."""
         local.install(self.optim.state)
-        self.has_state = True
 
 
 def _plans_alone(table: ParamTable) -> list[NumberedPlan]:
