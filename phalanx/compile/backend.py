@@ -56,7 +56,7 @@ def phalanx_backend(
 
 def active_reducer() -> Reduces | None:
     """The reducer of the wrapper whose forward runs now, if it has one."""
-    if TorchNames._active_ddp_module is None or TorchNames._active_cut_mark is None:
+    if TorchNames._active_ddp_module is None or TorchNames._active_cut_key is None:
         return None
     reducer: Reduces = TorchNames._active_ddp_module.reducer
     return reducer

@@ -25,12 +25,12 @@ log = logging.getLogger("phalanx.compile")
 
 
 class Reduces(Protocol):
-    """A reducer, as far as the compiler knows it. It shows where its model is to be cut by `cut_mark`."""
+    """A reducer, as far as the compiler knows it. It shows where its model is to be cut by `cut_key`."""
 
     params: list[torch.nn.Parameter]
     plan: BucketPlan
-    cut_mark: str
-    arrange: Callable[[BucketPlan, Sequence[int]], list[list[int]]] | None
+    cut_key: str
+    choose_buckets: Callable[[BucketPlan, Sequence[int]], list[list[int]]] | None
 
     @property
     def settled(self) -> bool:
@@ -85,7 +85,7 @@ class Capture:
 
     def plan(self, plan: BucketPlan) -> BucketPlan:
         """The plan that the pieces make of the first one: as settled, before that as backward should complete them."""
-        return plan_of(plan.specs, self._arrange(plan, self._seen), plan.caps)
+        return plan_of(plan.specs, self._buckets(plan, self._seen), plan.caps)
 
     def __call__(self, plan: BucketPlan, ready: Sequence[int]) -> list[list[int]]:
         """Buckets of whole pieces, ordered as backward completed them; `ready` is the observed order."""
@@ -94,9 +94,9 @@ class Capture:
         if self._pieces and eager:
             text = "%d of %d parameters are used outside of the compiled graphs, first '%s'"
             log.warning(text, len(eager), len(plan.specs), eager[0])
-        return self._arrange(plan, self._seen)
+        return self._buckets(plan, self._seen)
 
-    def _arrange(self, plan: BucketPlan, seen: Mapping[str, int]) -> list[list[int]]:
+    def _buckets(self, plan: BucketPlan, seen: Mapping[str, int]) -> list[list[int]]:
         index = {spec.name: i for i, spec in enumerate(plan.specs)}
         never = len(seen)
         pieces = [without(piece, self._owned - index.keys()) for piece in reversed(self._pieces)]
@@ -121,12 +121,12 @@ def names_by_bucket(plan: BucketPlan) -> list[tuple[str, ...]]:
 
 def follows_plan(reducer: Reduces) -> bool:
     """Whether graphs are cut by the plan in force, because that one was not made from their pieces."""
-    return reducer.settled and reducer.cut_mark == reducer.plan.hash
+    return reducer.settled and reducer.cut_key == reducer.plan.hash
 
 
 def plan_of_pieces(reducer: Reduces) -> BucketPlan:
     """The plan by which the reducer's model is cut. Once the reducer has settled, its own."""
-    capture = reducer.arrange
+    capture = reducer.choose_buckets
     if follows_plan(reducer) or not isinstance(capture, Capture):
         return reducer.plan
     return capture.plan(reducer.plan)
@@ -139,9 +139,9 @@ def names_of(reducer: Reduces) -> dict[int, str]:
 
 def capture_of(reducer: Reduces) -> Capture:
     """The reducer's capture, made at the first request."""
-    if not isinstance(reducer.arrange, Capture):
-        reducer.arrange = Capture()
-    return reducer.arrange
+    if not isinstance(reducer.choose_buckets, Capture):
+        reducer.choose_buckets = Capture()
+    return reducer.choose_buckets
 
 
 def _by_name(plan: BucketPlan) -> dict[str, ParamSpec]:

@@ -34,7 +34,7 @@ def explain(
     """
     model = _original(model)
     if isinstance(model, DistributedDataParallel):
-        capture = model.reducer.arrange
+        capture = model.reducer.choose_buckets
         if isinstance(capture, Capture) and capture.runs:
             return describe(model.reducer)
         pretended = _Pretended(list(model.reducer.params), model.reducer.plan)
@@ -64,8 +64,8 @@ class _Pretended:
         self.params = params
         self.plan = plan
         # One of its own, so that dynamo never takes what is compiled here for training.
-        self.cut_mark = f"explain {next(_serial)}"
-        self.arrange: Any = None
+        self.cut_key = f"explain {next(_serial)}"
+        self.choose_buckets: Any = None
 
     @property
     def reducer(self) -> _Pretended:
@@ -74,12 +74,12 @@ class _Pretended:
 
 @contextmanager
 def _active(pretended: _Pretended) -> Iterator[None]:
-    before = TorchNames._active_ddp_module, TorchNames._active_cut_mark
-    TorchNames._active_ddp_module, TorchNames._active_cut_mark = pretended, pretended.cut_mark
+    before = TorchNames._active_ddp_module, TorchNames._active_cut_key
+    TorchNames._active_ddp_module, TorchNames._active_cut_key = pretended, pretended.cut_key
     try:
         yield
     finally:
-        TorchNames._active_ddp_module, TorchNames._active_cut_mark = before
+        TorchNames._active_ddp_module, TorchNames._active_cut_key = before
 
 
 @contextmanager

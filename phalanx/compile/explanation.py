@@ -85,7 +85,7 @@ class Explanation:
 
 def describe(reducer: Reduces) -> Explanation:
     """What a reducer's capture has recorded so far."""
-    capture = reducer.arrange
+    capture = reducer.choose_buckets
     plan = plan_of_pieces(reducer)
     if not isinstance(capture, Capture):
         return Explanation(plan, (), tuple(spec.name for spec in plan.specs))

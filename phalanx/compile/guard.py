@@ -11,7 +11,7 @@ from typing import Any
 from torch._guards import TracingContext
 
 # From `phalanx` to the mark of the wrapper whose forward runs.
-_PATH = ("ddp", "torch_names", "TorchNames", "_active_cut_mark")
+_PATH = ("ddp", "torch_names", "TorchNames", "_active_cut_key")
 
 
 def guard_on_cuts() -> None:

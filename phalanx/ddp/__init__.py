@@ -1,6 +1,6 @@
 """ORCHESTRATE: data-parallel training of a module, gradients reduced during backward."""
 
+from .features.precision import MixedPrecision
 from .module import DistributedDataParallel
-from .precision import MixedPrecision
 
 __all__ = ["DistributedDataParallel", "MixedPrecision"]

@@ -87,7 +87,7 @@ def check_module(module: object) -> None:
         )
 
 
-def check_parameters(named: Sequence[tuple[str, torch.nn.Parameter]], num_delayed: int) -> None:
+def check_parameters(named: Sequence[tuple[str, torch.nn.Parameter]]) -> None:
     """Refuse a module without anything to reduce, or whose parameters have no shape yet."""
     for name, param in named:
         if isinstance(param, UninitializedParameter):
@@ -95,7 +95,7 @@ def check_parameters(named: Sequence[tuple[str, torch.nn.Parameter]], num_delaye
                 f"Modules with uninitialized parameters can't be used with `DistributedDataParallel`: '{name}' "
                 "has no shape yet. Run a dummy forward pass to correctly initialize the modules."
             )
-    if not num_delayed and not any(param.requires_grad for _, param in named):
+    if not any(param.requires_grad for _, param in named):
         raise UnsuitableModel(
             "DistributedDataParallel is not needed when a module doesn't have any parameter that requires a "
             "gradient. Use the module as it is, or unfreeze what you want to train before wrapping it."

@@ -52,7 +52,7 @@ def call(module: torch.nn.Module, inputs: Any, kwargs: Any) -> Any:
 
 def report_uncompiled(wrapper: Any, reducer: Any) -> None:
     """Called in a frame that dynamo looks through: in an untraced one its callback would be hidden."""
-    if on_uncompiled is not None and reducer is not None and reducer.arrange is None:
+    if on_uncompiled is not None and reducer.choose_buckets is None:
         on_uncompiled(wrapper, eval_frame.get_eval_frame_callback())
 
 

@@ -25,40 +25,36 @@ from ..comm.replicate import replicate
 from ..comm.torch_backend import collectives_for
 from ..errors import CommunicationError, PhalanxError, ReductionError
 from ..observe import trace
-from ..optim.in_backward import InBackward, in_backward_optimizers
+from ..optim.in_backward import in_backward_optimizers
 from ..plan import BucketPlan, build_plan, specs_of
 from ..plan.buckets import DEFAULT_CAP_BYTES
 from . import arguments
 from .agreement import verify_same
-from .bucket import LiveBucket
-from .buffers import BufferHookLocation, BufferSync
-from .delayed import DelayedReduction
-from .distributed_autograd import current_context
+from .features.buffers import BufferHookLocation, BufferSync
+from .features.dist_autograd import current_context, gradients_of_context
+from .features.in_backward import StepInBackward, SteppedInBackward
+from .features.join import JoinedTraining, announce_reduction, common_rank
+from .features.precision import LowPrecision, MixedPrecision
+from .features.torch_in_backward import torch_in_backward
 from .frames import call, hides_from_dynamo, report_uncompiled, transparent, untraced
-from .join import ShadowTraining, announce_reduction, common_rank
-from .precision import LowPrecision, MixedPrecision
-from .reducer import Reducer, ReducerOptions
-from .reduction import HookReduction
+from .reducer import HookStrategy, Reducer, ReducerOptions
+from .reducer.arming import Forward
+from .reducer.tail import check_weight
 from .statistics import Statistics, summarise
-from .structure import map_tensors, watch
-from .tail import check_weight
-from .torch_in_backward import TorchInBackward, torch_in_backward
+from .structure import map_tensors, may_nest, watch
+from .timeline import Timeline
 from .torch_names import TorchNames
 from .wrappers import announce
 
 # Made anew by `_assemble`, so not saved with the wrapper.
 _TRANSIENT = frozenset(
-    "process_group device_mesh collectives buffer_sync _reducer _low _frozen _first_plan _hook "
-    "_in_backward_adopted _delayed".split()
+    "process_group device_mesh collectives buffer_sync reducer timeline _low _frozen _first_plan _hook "
+    "_in_backward_adopted".split()
 )
 
 
-def _step_bucket(optimizer: InBackward | TorchInBackward, bucket: LiveBucket) -> None:
-    optimizer.gradients_ready(bucket.params)
-
-
-def _activate(wrapper: Any, cut_mark: str | None) -> None:
-    TorchNames._active_ddp_module, TorchNames._active_cut_mark = wrapper, cut_mark
+def _activate(wrapper: Any, cut_key: str | None) -> None:
+    TorchNames._active_ddp_module, TorchNames._active_cut_key = wrapper, cut_key
 
 
 class DistributedDataParallel(TorchNames, torch.nn.Module, Joinable):
@@ -104,11 +100,10 @@ class DistributedDataParallel(TorchNames, torch.nn.Module, Joinable):
         self.module = module
         self.device_mesh = device_mesh
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-        self.parameters_to_ignore.update(name for name, _ in delayed)
         self._delayed_names = {name for name, _ in delayed}
         managed = [(n, p) for n, p in module.named_parameters() if n not in self.parameters_to_ignore]
-        arguments.check_parameters(managed, len(delayed))
-        every = [param for _, param in (*managed, *delayed)]
+        arguments.check_parameters(managed)
+        every = [param for _, param in managed]
         self.device_ids, self.output_device = arguments.choose_devices(device_ids, output_device, every)
         arguments.check_layers(module, every[0].device.type)
         self.dim = dim
@@ -134,48 +129,44 @@ class DistributedDataParallel(TorchNames, torch.nn.Module, Joinable):
         self.on_unused = arguments.choose_on_unused(on_unused, find_unused_parameters or static_graph)
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = True
-        self._assemble(param_to_hook_all_reduce)
+        self._assemble()
         if init_sync:
             self._agree(init_buffers)
 
     # -- putting the parts together ------------------------------------------------------------
 
-    def _assemble(self, trigger: torch.nn.Parameter | None) -> None:
+    def _assemble(self) -> None:
         """Everything that is not saved with the wrapper: group, collectives, reducer and their hooks."""
         self.collectives = collectives_for(self.process_group)
         self.buffer_sync = BufferSync(self.module, self.parameters_to_ignore)
         named = list(self.module.named_parameters())
-        trained = [(n, p) for n, p in named if p.requires_grad and n not in self.parameters_to_ignore]
+        trained = self._trained()
         self._frozen = [(n, p) for n, p in named if not p.requires_grad and n not in self.parameters_to_ignore]
-        delayed = [(n, p) for n, p in named if n in self._delayed_names]
         self._low: LowPrecision | None = None
         if self.mixed_precision is not None:
             self._low = LowPrecision(self.mixed_precision, self.module, self.parameters_to_ignore)
         self._first_plan = self._make_plan(trained)
         self._hook: tuple[object, Callable[..., Any]] | None = None
         self._in_backward_adopted = False
-        self._reducer: Reducer | None = None
-        if trained:
-            options = ReducerOptions(
-                as_views=self.gradient_as_bucket_view,
-                static_graph=self.static_graph,
-                on_unused=self.on_unused,
-                drop_unused=self.skip_all_reduce_unused_params,
-            )
-            params = [param for _, param in trained]
-            self._reducer = Reducer(params, self._first_plan, self.collectives, options)
-        self._delayed: DelayedReduction | None = None
-        if delayed and trigger is not None:
-            self._delayed = DelayedReduction(delayed, trigger, self.collectives)
-            self._delayed.alone = self._reducer is None
-            if self._reducer is not None:
-                self._reducer.on_flushed.append(self._delayed.launch)
-                self._reducer.on_reduced.append(self._delayed.finish)
+        options = ReducerOptions(
+            as_views=self.gradient_as_bucket_view,
+            static_graph=self.static_graph,
+            on_unused=self.on_unused,
+            drop_unused=self.skip_all_reduce_unused_params,
+        )
+        params = [param for _, param in trained]
+        self.reducer = Reducer(params, self._first_plan, self.collectives, options)
+        self.timeline = Timeline(self.reducer)
+        self.reducer.listeners.append(self.timeline)
         self.collectives.board.announce_uncaught()
         announce(self)
 
+    def _trained(self) -> list[tuple[str, torch.nn.Parameter]]:
+        named, ignored = self.module.named_parameters(), self.parameters_to_ignore
+        return [(name, param) for name, param in named if param.requires_grad and name not in ignored]
+
     def _make_plan(self, trained: Sequence[tuple[str, torch.nn.Parameter]]) -> BucketPlan:
-        specs = specs_of(trained, arguments.sparse_names(self.module))
+        specs = specs_of(trained, arguments.sparse_names(self.module), self._delayed_names)
         dtype = None if self._low is None else self._low.reduce_dtype
         if dtype is not None:
             specs = tuple(replace(spec, dtype=dtype) if spec.dtype.is_floating_point else spec for spec in specs)
@@ -188,30 +179,23 @@ class DistributedDataParallel(TorchNames, torch.nn.Module, Joinable):
 
     def replicate_module(self, source: int, with_buffers: bool = True) -> None:
         """Overwrite parameters (and buffers) on every rank by those of rank `source`."""
-        ignored = self.parameters_to_ignore - self._delayed_names
-        tensors: list[torch.Tensor] = [p for n, p in self.module.named_parameters() if n not in ignored]
+        named, ignored = self.module.named_parameters(), self.parameters_to_ignore
+        tensors: list[torch.Tensor] = [param for name, param in named if name not in ignored]
         if with_buffers:
             tensors += self.buffer_sync.named().values()
         replicate(tensors, self.collectives, source, "replicating the model")
 
     @property
-    def reducer(self) -> Reducer:
-        """The reducer of this wrapper; there is none when every parameter is delayed."""
-        if self._reducer is None:
-            raise ReductionError("every parameter's reduction is delayed, so this wrapper has no reducer.")
-        return self._reducer
-
-    @property
     def plan(self) -> BucketPlan:
         """The plan in force: the first one, or the one made from the observed order."""
-        return self._first_plan if self._reducer is None else self._reducer.plan
+        return self.reducer.plan
 
     # -- forward -------------------------------------------------------------------------------
 
     @transparent
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         with torch.autograd.profiler.record_function("DistributedDataParallel.forward"):
-            inputs, kwargs = self._before_forward(inputs, kwargs)
+            forward, inputs, kwargs = self._before_forward(inputs, kwargs)
             context = self._enter_module()
             try:
                 if hides_from_dynamo(self.module):
@@ -223,16 +207,16 @@ class DistributedDataParallel(TorchNames, torch.nn.Module, Joinable):
                 raise
             finally:
                 self._leave_module(context)
-            report_uncompiled(self, self._reducer)
-            self._after_forward(output)
+            report_uncompiled(self, self.reducer)
+            self._after_forward(forward, output)
             return output
 
     @untraced
     def _enter_module(self) -> ExitStack:
         """Tell the compiler whose model runs, and lower its precision; `_leave_module` takes both back."""
         context = ExitStack()
-        context.callback(_activate, TorchNames._active_ddp_module, TorchNames._active_cut_mark)
-        _activate(self, None if self._reducer is None else self._reducer.cut_mark)
+        context.callback(_activate, TorchNames._active_ddp_module, TorchNames._active_cut_key)
+        _activate(self, self.reducer.cut_key)
         if self._low is not None:
             context.enter_context(self._low.forward())
         return context
@@ -246,15 +230,16 @@ class DistributedDataParallel(TorchNames, torch.nn.Module, Joinable):
         self.collectives.board.post_error(error, " in forward")
 
     @untraced
-    def _before_forward(self, inputs: Any, kwargs: Any) -> tuple[Any, Any]:
+    def _before_forward(self, inputs: Any, kwargs: Any) -> tuple[Forward | None, Any, Any]:
         self.collectives.board.retract_failure()
-        if torch.is_grad_enabled() and self._reducer is not None:
+        forward = None
+        if torch.is_grad_enabled():
             self._check_frozen()
-            self._reducer.check_finished()
+            # Before any other collective: it may have to bring all ranks to the same point first.
+            forward = self.reducer.forward_begins(self.require_backward_grad_sync)
+            self._follow_moved_parameters()
             if not self._in_backward_adopted:
                 self._adopt_in_backward_optimizers()
-        if self._low is not None:
-            self._low.check_finished()
         Join.notify_join_context(self)
         if torch.is_grad_enabled() or self._join_config.enable:
             self._sync_buffers(BufferHookLocation.PRE_FORWARD)
@@ -265,39 +250,38 @@ class DistributedDataParallel(TorchNames, torch.nn.Module, Joinable):
             inputs, kwargs = map_tensors((inputs, kwargs), lambda tensor: tensor.to(device, non_blocking=True))
         if self._low is not None:
             inputs, kwargs = self._low.cast_inputs(inputs, kwargs)
-        if self._reducer is not None:
-            self._reducer.timeline.forward_start_ns = trace.now_ns()
-        return inputs, kwargs
+        self.timeline.forward_start_ns = trace.now_ns()
+        return forward, inputs, kwargs
 
     @untraced
-    def _after_forward(self, output: Any) -> None:
-        if self._reducer is not None:
-            self._reducer.timeline.forward_end_ns = trace.now_ns()
+    def _after_forward(self, forward: Forward | None, output: Any) -> None:
+        self.timeline.forward_end_ns = trace.now_ns()
         if torch.is_grad_enabled() or self._join_config.enable:
             self._sync_buffers(BufferHookLocation.POST_FORWARD)
-        reduces = torch.is_grad_enabled() and self.require_backward_grad_sync
-        if torch.is_grad_enabled():
-            self.require_forward_param_sync = reduces
-        if self._delayed is not None and torch.is_grad_enabled():
-            self._delayed.enabled = reduces
-            self._delayed.prepare()
-        if not torch.is_grad_enabled() or self._reducer is None:
+        if forward is not None:
+            self.require_forward_param_sync = forward.reduces
+        if forward is None:
             return
-        self._reducer.context_id = current_context()
-        begin = self._begin_reduced if reduces else self._begin_local
-        if not reduces and self._low is None:
-            self._reducer.arm(False)
-        elif not watch(output, begin):
-            self._reducer.arm(reduces)
+        context_id = current_context()
+        if context_id is not None:
+            forward.elsewhere = partial(gradients_of_context, context_id)
+        watched = watch(output, partial(self._reached, forward))
+        forward.armed_by(watched)
+        if self.reducer.strategy.gives_for_good:
+            forward.may_nest = not watched.sees_all or may_nest(output)
 
-    def _begin_reduced(self) -> None:
+    def _reached(self, forward: Forward) -> None:
+        """A pass of autograd has reached an output."""
         # Order matters: full-precision parameters are back before the reducer gives out gradients.
-        self._begin_local()
-        self.reducer.begin()
-
-    def _begin_local(self) -> None:
         if self._low is not None:
             self._low.begin_backward()
+        self.reducer.reached(forward)
+
+    def _follow_moved_parameters(self) -> None:
+        """After `Module.to`, `.double()` and the like the buckets are of another kind than the gradients to come."""
+        if any(bucket.is_outdated for bucket in self.reducer.buckets):
+            self._first_plan = self._make_plan(self._trained())
+            self.reducer.restart(self.collectives, self._first_plan)
 
     def _check_frozen(self) -> None:
         for name, param in self._frozen:
@@ -311,11 +295,9 @@ class DistributedDataParallel(TorchNames, torch.nn.Module, Joinable):
     def _adopt_in_backward_optimizers(self) -> None:
         self._in_backward_adopted = True
         params = self.reducer.params
-        found: list[InBackward | TorchInBackward] = [*in_backward_optimizers(params), *torch_in_backward(params)]
+        found: list[SteppedInBackward] = [*in_backward_optimizers(params), *torch_in_backward(params)]
         for optimizer in found:
-            optimizer.hand_over()
-            self.reducer.on_bucket_reduced.append(partial(_step_bucket, optimizer))
-            self.reducer.on_reduced.append(optimizer.backward_ended)
+            self.reducer.listeners.append(StepInBackward(optimizer))
 
     # -- buffers -------------------------------------------------------------------------------
 
@@ -364,7 +346,7 @@ class DistributedDataParallel(TorchNames, torch.nn.Module, Joinable):
                 f"{arguments.name_of(self._hook[1])} is registered already. Wrap the model again for another hook."
             )
         self._hook = (state, hook)
-        self.reducer.use(HookReduction(self.collectives, state, adopt_hook(hook)))
+        self.reducer.use(HookStrategy(self.collectives, state, adopt_hook(hook)))
 
     def update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
         """Go on over another group: shrunk, grown or renewed. Every rank of the new group takes part.
@@ -375,15 +357,12 @@ class DistributedDataParallel(TorchNames, torch.nn.Module, Joinable):
         self.process_group = arguments.choose_group(new_process_group, None)
         self.collectives = collectives_for(self.process_group)
         self.collectives.board.announce_uncaught()
-        if self._reducer is not None:
-            self._reducer.reconnect(self.collectives, self._first_plan)
-        if self._delayed is not None:
-            self._delayed.collectives = self.collectives
+        self.reducer.restart(self.collectives, self._first_plan)
         self._agree(self.forward_sync_buffers)
 
     def stats(self) -> Statistics:
         """Times of the last sampled step, bucket by bucket, and what has been learnt of the model."""
-        return summarise(self.reducer)
+        return summarise(self.reducer, self.timeline)
 
     # -- uneven inputs -------------------------------------------------------------------------
 
@@ -398,7 +377,7 @@ class DistributedDataParallel(TorchNames, torch.nn.Module, Joinable):
         return Join([self], enable, throw_on_early_termination, **options)
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        return ShadowTraining(self, bool(kwargs.get("divide_by_initial_world_size", True)))
+        return JoinedTraining(self, bool(kwargs.get("divide_by_initial_world_size", True)))
 
     @property
     def join_device(self) -> torch.device:
@@ -436,12 +415,10 @@ class DistributedDataParallel(TorchNames, torch.nn.Module, Joinable):
                 "DDP Pickling/Unpickling are only supported when using DDP with the default process group. "
                 "Save state_dict() instead."
             )
-        if self._delayed is not None:
-            raise CommunicationError("a wrapper with delayed parameters cannot be pickled. Save state_dict() instead.")
         return {name: value for name, value in self.__dict__.items() if name not in _TRANSIENT}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         torch.nn.Module.__setstate__(self, state)
         self.process_group = arguments.choose_group(None, None)
         self.device_mesh = None
-        self._assemble(None)
+        self._assemble()

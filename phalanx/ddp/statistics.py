@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .reducer import Reducer
+from .timeline import Timeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +53,9 @@ class Statistics:
         return "\n".join(lines)
 
 
-def summarise(reducer: Reducer) -> Statistics:
+def summarise(reducer: Reducer, timeline: Timeline) -> Statistics:
     """The reducer's last sampled step; all zero before the first one."""
-    times = reducer.timeline.latest
+    times = timeline.latest
     origin = 0 if times is None else times.backward_start_ns
 
     def since(moment_ns: int) -> float:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import enum
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -25,20 +26,26 @@ def _local_value(value: Any) -> Any:
     return value
 
 
-def find_tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Every tensor reachable from `value` through containers, dataclasses and local RRefs."""
+# Values into which nobody has to look for tensors.
+_PLAIN = (type(None), int, float, complex, str, bytes, torch.dtype, torch.device, enum.Enum, type)
+
+
+def _parts(value: Any) -> Iterator[Any]:
+    """Every tensor reachable from `value` through containers, dataclasses and local RRefs; other objects as they are."""
     value = _local_value(value)
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (list, tuple, set)):
         for item in value:
-            yield from find_tensors(item)
+            yield from _parts(item)
     elif isinstance(value, Mapping):
         for item in value.values():
-            yield from find_tensors(item)
+            yield from _parts(item)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for each in dataclasses.fields(value):
-            yield from find_tensors(getattr(value, each.name))
+            yield from _parts(getattr(value, each.name))
+    else:
+        yield value
 
 
 def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
@@ -65,23 +72,51 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> A
     return value
 
 
-def watch(value: Any, on_backward: Callable[[], None]) -> int:
-    """Call `on_backward` when a backward pass reaches a tensor of `value`; returns how many are watched.
+def may_nest(value: Any) -> bool:
+    """Whether a backward through `value` may run another backward inside: reentrant checkpointing does.
+
+    A look at the whole graph, about a microsecond per node. Other functions of users that run a backward inside theirs
+    cannot be told from those that do not.
+    """
+    found = [part.grad_fn for part in _parts(value) if isinstance(part, torch.Tensor)]
+    nodes = {node for node in found if node is not None}
+    waiting = list(nodes)
+    while waiting:
+        node = waiting.pop()
+        if type(node).__name__ == "CheckpointFunctionBackward":
+            return True
+        for following, _ in node.next_functions:
+            if following is not None and following not in nodes:
+                nodes.add(following)
+                waiting.append(following)
+    return False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Watched:
+    """How many tensors are watched, and whether there can be no others."""
+
+    num_tensors: int
+    sees_all: bool
+
+
+def watch(value: Any, on_backward: Callable[[], None]) -> Watched:
+    """Call `on_backward` when a backward pass reaches a tensor of `value`.
 
     A tensor without history (a parameter or an input handed through) is watched for one pass only,
     so that repeated forwards leave no hooks behind on it.
     """
-    count = 0
-    for tensor in find_tensors(value):
-        if not tensor.requires_grad:
-            continue
-        count += 1
-        if tensor.grad_fn is not None:
-            tensor.register_hook(_Starter(on_backward))
-        else:
+    num_watched, sees_all = 0, True
+    for part in _parts(value):
+        if not isinstance(part, torch.Tensor):
+            sees_all = sees_all and isinstance(part, _PLAIN)
+        elif part.requires_grad:
+            num_watched += 1
             starter = _Starter(on_backward)
-            starter.handle = tensor.register_hook(starter)
-    return count
+            handle = part.register_hook(starter)
+            if part.grad_fn is None:
+                starter.handle = handle
+    return Watched(num_watched, sees_all)
 
 
 class _Starter:

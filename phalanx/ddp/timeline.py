@@ -6,11 +6,16 @@ asking a collective for its finishing time costs a callback. Must not influence 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from ..observe import trace
-from .bucket import LiveBucket
+from .reducer.listener import Listener
+
+if TYPE_CHECKING:
+    from .reducer.bucket import Bucket
+    from .reducer.reducer import Reducer
 
 
 @dataclass(slots=True)
@@ -50,10 +55,11 @@ class StepTimes:
         return self.hidden_ns / total if total else 0.0
 
 
-class Timeline:
+class Timeline(Listener):
     """Collects `StepTimes`; keeps the latest sampled step and running sums over all sampled ones."""
 
-    def __init__(self) -> None:
+    def __init__(self, reducer: Reducer) -> None:
+        self._reducer = weakref.ref(reducer)  # which holds this object
         self.sample_every = 100
         self.current: StepTimes | None = None
         self.latest: StepTimes | None = None
@@ -65,8 +71,11 @@ class Timeline:
         self.forward_start_ns = 0
         self.forward_end_ns = 0
 
-    def begin(self, step: int, buckets: Sequence[LiveBucket]) -> None:
+    def pass_began(self, joined: bool) -> None:
         """Start recording this backward if it is a sampled one."""
+        reducer = self._reducer()
+        assert reducer is not None, "a pass belongs to a reducer"
+        step, buckets = reducer.step, reducer.buckets
         if step < 10 or step % self.sample_every == 0 or trace.recorder is not None:
             times = [BucketTimes(bucket.num_bytes) for bucket in buckets]
             now = trace.now_ns()
@@ -74,11 +83,11 @@ class Timeline:
         else:
             self.current = None
 
-    def filled(self, index: int) -> None:
+    def bucket_full(self, bucket: Bucket) -> None:
         if self.current is not None:
-            self.current.buckets[index].ready_ns = trace.now_ns()
+            self.current.buckets[bucket.index].ready_ns = trace.now_ns()
 
-    def launched(self, bucket: LiveBucket) -> None:
+    def bucket_sent(self, bucket: Bucket) -> None:
         if self.current is None:
             return
         times = self.current.buckets[bucket.index]
@@ -93,7 +102,10 @@ class Timeline:
         if self.current is not None:
             self.current.backward_end_ns = trace.now_ns()
 
-    def end(self) -> None:
+    def pass_failed(self) -> None:
+        self.current = None
+
+    def pass_ended(self) -> None:
         """All buckets are back: close the record and hand it to the trace."""
         record, self.current = self.current, None
         if record is None:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from ..comm.hooks import allreduce_hook, fp16_compress_hook
 from ..comm.replicate import CHUNK_BYTES, replicate
 from ..errors import ConfigError, ReductionError
-from .buffers import BufferHook, BufferHookLocation
+from .features.buffers import BufferHook, BufferHookLocation
 
 if TYPE_CHECKING:
     from .module import DistributedDataParallel
@@ -28,12 +28,12 @@ _DTYPE_NAMES |= {torch.bfloat16: "c10::BFloat16", torch.complex64: "c10::complex
 class TorchNames:
     """Mixed into DistributedDataParallel; knows it only by its public side."""
 
-    # The wrapper whose forward runs now, and the mark of where its model is cut when it is compiled.
+    # The wrapper whose forward runs now, and the key of where its model is cut when it is compiled.
     _active_ddp_module: ClassVar[Any] = None
     # Where the model at the end of the last join() came from.
     _authoritative_rank: int | None = None
     _has_joined = False
-    _active_cut_mark: ClassVar[str | None] = None
+    _active_cut_key: ClassVar[str | None] = None
 
     @property
     def _ddp(self) -> DistributedDataParallel:
@@ -108,7 +108,7 @@ class TorchNames:
             dist.BuiltinCommHookType.FP16_COMPRESS: fp16_compress_hook,
         }
         self._ddp.register_comm_hook(self._ddp.process_group, hooks[comm_hook_type])
-        self._ddp.reducer.reduction.name = str(comm_hook_type)
+        self._ddp.reducer.strategy.name = str(comm_hook_type)
 
     def _register_buffer_comm_hook(
         self, state: Any, hook: Callable[..., Any], comm_hook_location: Any = BufferHookLocation.POST_FORWARD
@@ -149,7 +149,7 @@ class TorchNames:
         if sample_rate < 1:
             text = f"DDP runtime logging sample rate should be equal or greater than 1, got {sample_rate}."
             self._log_and_throw(ConfigError, text)
-        self._ddp.reducer.timeline.sample_every = sample_rate
+        self._ddp.timeline.sample_every = sample_rate
 
     def _log_and_throw(self, kind: type[Exception], text: str) -> NoReturn:
         self.__dict__["_logged_error"] = text
@@ -159,7 +159,7 @@ class TorchNames:
         """Torch's table of facts, as far as it has a meaning here."""
         ddp = self._ddp
         reducer = ddp.reducer
-        timeline, plan = reducer.timeline, reducer.plan
+        timeline, plan = ddp.timeline, reducer.plan
         sizes = ", ".join(str(bucket.num_bytes) for bucket in plan.buckets)
         dtypes = sorted({_DTYPE_NAMES.get(spec.dtype, str(spec.dtype)) for spec in plan.specs})
         data: dict[str, Any] = {
@@ -173,7 +173,7 @@ class TorchNames:
             "find_unused_parameters": int(ddp.find_unused_parameters),
             "gradient_as_bucket_view": int(ddp.gradient_as_bucket_view),
             "static_graph": int(ddp.static_graph),
-            "can_set_static_graph": int(reducer.arrivals.looks_static),
+            "can_set_static_graph": int(reducer.usage.looks_static),
             "backend_name": dist.get_backend(ddp.process_group),
             # As in torch, the step that the times below belong to.
             "iteration": 0 if timeline.latest is None else timeline.latest.step,
@@ -220,9 +220,8 @@ class TorchNames:
                 "backward_comm_time_start": min(times.launched_ns for times in latest.buckets),
                 "backward_comm_time_end": max(times.finished_ns for times in latest.buckets),
             }
-        hook = reducer.hook_name
-        if hook is not None:
-            data["comm_hook"] = hook
+        if reducer.strategy.name is not None:
+            data["comm_hook"] = reducer.strategy.name
         error = self.__dict__.get("_logged_error", ddp.collectives.board.last_words)
         if error is not None:
             data |= {"has_error": 1, "error": error}

@@ -206,15 +206,16 @@ def build_plan(
     specs = tuple(specs)
     order = range(len(specs) - 1, -1, -1) if order is None else list(order)
     _check_order(order, len(specs))
+    order = sorted(order, key=lambda param: specs[param].delayed)  # stable: each kind stays in its order
     position = {param: i for i, param in enumerate(order)}
-    open_buckets: dict[tuple[torch.dtype, str], _Filling] = {}
+    open_buckets: dict[tuple[torch.dtype, str, bool], _Filling] = {}
     groups: list[list[int]] = []
     for param in order:
         spec = specs[param]
         if spec.sparse:
             groups.append([param])
             continue
-        filling = open_buckets.setdefault((spec.dtype, spec.device), _Filling())
+        filling = open_buckets.setdefault((spec.dtype, spec.device, spec.delayed), _Filling())
         cap = caps.at(filling.num_closed)
         if filling.params and filling.num_bytes + spec.num_bytes > cap:
             if filling.num_bytes < min(spec.num_bytes, cap / 2):

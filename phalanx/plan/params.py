@@ -18,7 +18,7 @@ class ParamSpec:
     """A parameter as the plan sees it. `stride` is the layout its gradient has in the bucket.
 
     `device` is relative: the device's type, with `#1`, `#2` … for further devices of one model. Ranks
-    on cuda:0 and cuda:1 thus hold equal plans.
+    on cuda:0 and cuda:1 thus hold equal plans. `delayed`: travels after everything that is not.
     """
 
     name: str
@@ -27,6 +27,7 @@ class ParamSpec:
     dtype: torch.dtype
     device: str
     sparse: bool = False
+    delayed: bool = False
 
     @property
     def numel(self) -> int:
@@ -44,6 +45,7 @@ class ParamSpec:
             "dtype": str(self.dtype).removeprefix("torch."),
             "device": self.device,
             "sparse": self.sparse,
+            "delayed": self.delayed,
         }
 
     @classmethod
@@ -55,6 +57,7 @@ class ParamSpec:
             dtype=getattr(torch, value["dtype"]),
             device=value["device"],
             sparse=value["sparse"],
+            delayed=value.get("delayed", False),
         )
 
 
@@ -80,13 +83,13 @@ def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def specs_of(
-    named_parameters: Iterable[tuple[str, torch.Tensor]], sparse: Iterable[str] = ()
+    named_parameters: Iterable[tuple[str, torch.Tensor]], sparse: Iterable[str] = (), delayed: Iterable[str] = ()
 ) -> tuple[ParamSpec, ...]:
-    """The specs of parameters in the order given; `sparse` names those with sparse gradients.
+    """The specs of parameters in the order given; `sparse` and `delayed` name those that are.
 
     A dense layout such as channels_last is kept; one with gaps or overlaps becomes contiguous.
     """
-    sparse_names = frozenset(sparse)
+    sparse_names, delayed_names = frozenset(sparse), frozenset(delayed)
     devices: dict[torch.device, str] = {}
     specs = []
     for name, param in named_parameters:
@@ -96,5 +99,6 @@ def specs_of(
         if param.device not in devices:
             nth = sum(known.type == param.device.type for known in devices)
             devices[param.device] = param.device.type + (f"#{nth}" if nth else "")
-        specs.append(ParamSpec(name, shape, stride, param.dtype, devices[param.device], name in sparse_names))
+        kind = (param.dtype, devices[param.device], name in sparse_names, name in delayed_names)
+        specs.append(ParamSpec(name, shape, stride, *kind))
     return tuple(specs)

@@ -17,7 +17,7 @@ class JoinedStep(JoinHook):
         self._step = step
         self._wrapper = wrapper
         if wrapper is not None:
-            wrapper.reducer.shadow_takes = True
+            wrapper.reducer.joined_take_means = True
 
     def main_hook(self) -> None:
         # A forward under no_sync() is followed by no step.

@@ -301,7 +301,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         """The latest phalanx.DistributedDataParallel that reduces parameters of this optimizer, if there is one."""
         index_of = self._sharded.table.index_of
         for wrapper in known_wrappers():
-            if wrapper._reducer is not None and any(param in index_of for param in wrapper._reducer.params):
+            if any(param in index_of for param in wrapper.reducer.params):
                 return wrapper
         return None
 

@@ -90,7 +90,7 @@ def fullgraph(rank: int, world: int) -> list[Any]:
         found.append(str(error))
     inside = wrap("mlp", lambda model: cut(model, fullgraph=True))
     found.append(torch.equal(inside(x), good(x)))
-    found += [wrapper.reducer.arrange is not None for wrapper in (good, inside)]
+    found += [wrapper.reducer.choose_buckets is not None for wrapper in (good, inside)]
     return found
 
 

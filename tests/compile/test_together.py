@@ -60,7 +60,7 @@ def step_in_backward(rank: int, wrapper: Any, compiled: Callable[..., Any], opti
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.detach())
-        times = wrapper.reducer.timeline.latest
+        times = wrapper.timeline.latest
         early = sum(bucket.launched_ns < max(ends, default=0) for bucket in times.buckets)
     return [torch.tensor(early), *losses, *(param.detach().clone() for param in wrapper.parameters())]
 

@@ -115,7 +115,7 @@ def test_the_guard_compiles_again_for_another_mark_and_not_for_the_same() -> Non
 
     compiled = torch.compile(beneath, backend=guarded)
     for mark in ("one", "two", "one", None, "two"):
-        with mock.patch.object(TorchNames, "_active_cut_mark", mark):
+        with mock.patch.object(TorchNames, "_active_cut_key", mark):
             compiled(torch.ones(2))
     assert len(keeping.names) == 3
 

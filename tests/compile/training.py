@@ -75,7 +75,7 @@ def train(
         values.append([loss.detach(), *gradients])
         optimizer.step()
     state = [value.clone() for value in wrapper.state_dict().values()]
-    times = wrapper.reducer.timeline.latest
+    times = wrapper.timeline.latest
     assert times is not None
     early = sum(bucket.launched_ns < max(ends, default=0) for bucket in times.buckets)
     return Trained(wrapper, values, state, early)

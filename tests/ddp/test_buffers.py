@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import phalanx
-from phalanx.ddp.buffers import BufferHookLocation
+from phalanx.ddp.features.buffers import BufferHookLocation
 from tests.cluster import run_ranks
 
 

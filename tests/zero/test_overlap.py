@@ -225,7 +225,7 @@ def with_hook(rank: int, world: int, name: str, when: str) -> Any:
         zero.zero_grad()
         wrapped(own_gradients(model, step, rank, world, most=8)).backward()
         found.append(differing(model, sample(plain_model)))
-    return found, isinstance(wrapped.reducer.reduction, ReduceScatter)
+    return found, isinstance(wrapped.reducer.strategy, ReduceScatter)
 
 
 @pytest.mark.parametrize("when", ["before", "after", "step", "interleaved"])

@@ -205,7 +205,7 @@ def _tell_step(
 
 def _hidden(training: Training) -> float:
     """The share of communication hidden behind backward so far; single steps vary too much to be read."""
-    times = training.model.reducer.timeline
+    times = training.model.timeline
     return times.sum_hidden_ns / times.sum_communication_ns if times.sum_communication_ns else 0.0
 
 

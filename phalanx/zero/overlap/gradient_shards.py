@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ...ddp.bucket import LiveBucket
+from ...ddp.reducer.bucket import DenseBucket
 from ...errors import ReductionError
 from ..partition.shard import LiveSlice, Shard
 from ..state.sharded_optimizer import ShardedOptimizer
@@ -25,7 +25,7 @@ class GradientShards:
     """The gradients of the shards of one plan, in the memory of `buckets` or apart from it."""
 
     def __init__(
-        self, sharded: ShardedOptimizer, shards: Sequence[Shard], buckets: Sequence[LiveBucket], scatter: ReduceScatter
+        self, sharded: ShardedOptimizer, shards: Sequence[Shard], buckets: Sequence[DenseBucket], scatter: ReduceScatter
     ) -> None:
         self._sharded = sharded
         self._shards = shards
@@ -43,7 +43,8 @@ class GradientShards:
         self._numbers = [[index_of[param] for param in bucket.params] for bucket in buckets]
         trained = [number for numbers in self._numbers for number in numbers]
         self._markers = {number: ScatteredGradient(params[number], number, self) for number in trained}
-        self._carried: dict[int, list[torch.Tensor]] = {}
+        # By parameter: the mean that the next one is added to; None for one that the user has zeroed.
+        self._carried: dict[int, list[torch.Tensor] | None] = {}
 
     @property
     def forgets(self) -> bool:
@@ -52,47 +53,54 @@ class GradientShards:
 
     # -- a backward ----------------------------------------------------------------------------
 
-    def begin(self, shadow: bool) -> bool:
-        """Before new gradients arrive: remember the means that the user has not zeroed. True if there are any."""
-        self._carried = {}
+    @property
+    def has_means(self) -> bool:
+        """Whether a parameter still has the mean of an earlier backward, which the user has not zeroed."""
+        grads = (self._sharded.table.params[number].grad for number in self._markers)
+        return any(isinstance(grad, ScatteredGradient) and not grad.is_zero for grad in grads)
+
+    def begin(self, joined: bool) -> None:
+        """A pass begins: local gradient takes the place of markers, and means that are still there are carried over."""
+        if self.forgets and not joined and self.has_means:
+            raise ReductionError(
+                "parameters still have the gradient of the last step, which stage=2 has freed, so that another cannot be "
+                "added to it. Call zero_grad() before each step's backward."
+            )
+        earlier, self._carried = self._carried, {}
         for number, marker in self._markers.items():
-            marker.is_leaving = False
+            if not take_pending(self._sharded.table.params[number]) or joined:
+                continue
+            if marker.is_zero:
+                self._carried[number] = None
+            else:
+                # Of a pass that failed, they have been carried before, and their memory holds something else by now.
+                kept = earlier.get(number)
+                self._carried[number] = kept or [gradient.clone() for _, gradient in self._slices.get(number, ())]
+
+    def give_up(self) -> None:
+        """The pass failed: means that were to be added to its own are gradients again, and carried into the next."""
+        for number in self._carried:
             param = self._sharded.table.params[number]
-            if take_pending(param) and not shadow:
-                if self._scatter.forgets:
-                    raise ReductionError(
-                        f"{self._sharded.table.names[number]} still has the gradient of the last step, which stage=2 has "
-                        "freed, so that another cannot be added to it. Call zero_grad() before each step's backward."
-                    )
-                self._carried[number] = [gradient.clone() for _, gradient in self._slices.get(number, ())]
-        return bool(self._carried)
-
-    def replace(self, bucket: LiveBucket, place: int) -> None:
-        """One gradient is in its bucket: free its memory, so that the next one is made in memory still in the cache."""
-        marker = self._markers[self._numbers[bucket.index][place]]
-        marker.is_leaving = True
-        bucket.params[place].grad = marker
-
-    def release(self, bucket: LiveBucket) -> None:
-        """The bucket has left: local gradients are in it, and need no memory of their own."""
-        for number, param in zip(self._numbers[bucket.index], bucket.params, strict=True):
-            if param.grad is not None:
+            if param.grad is None:
                 param.grad = self._markers[number]
 
-    def receive(self, bucket: LiveBucket, factor: float, usage: Sequence[int] | None) -> None:
+    def receive(self, bucket: DenseBucket, wanted: Sequence[int] | None) -> None:
         """The mean is there: give it to the slices of parameters that any rank used, and mark those."""
-        if factor != 1.0:
-            self._scatter.own(bucket).mul_(factor)
-        for place, number in enumerate(self._numbers[bucket.index]):
-            self._markers[number].is_leaving = False
-            used = usage is None or usage[place] > 0
+        numbers = self._numbers[bucket.index]
+        given = [1] * len(numbers)
+        for place, number in enumerate(numbers):
+            used = wanted is None or wanted[place] > 0
+            has_carried = number in self._carried
             carried = self._carried.pop(number, None)
+            given[place] = int(used or has_carried)
             for k, (live, gradient) in enumerate(self._slices.get(number, ())):
                 if carried is not None:
                     gradient.add_(carried[k]) if used else gradient.copy_(carried[k])
-                live.tensor.grad = gradient if used or carried is not None else None
-            if used or carried is not None:
-                bucket.params[place].grad = self._markers[number]
+                elif has_carried and not used:
+                    gradient.zero_()
+                live.tensor.grad = gradient if given[place] else None
+            self._markers[number].is_zero = False
+        bucket.give_markers(given, [self._markers[number] for number in numbers])
 
     def absorb(self) -> None:
         """After a backward that left whole means: keep the own slices, where there is memory for them, and mark the rest."""
@@ -112,6 +120,7 @@ class GradientShards:
             param = self._sharded.table.params[number]
             if param.grad is not None and param.grad is not marker:
                 param.grad = marker
+                marker.is_zero = False
 
     # -- another partition ---------------------------------------------------------------------
 
@@ -131,7 +140,7 @@ class GradientShards:
         for number, marker in self._markers.items():
             old = params[number].grad
             if isinstance(old, ScatteredGradient):
-                marker.pending = old.pending
+                marker.pending, marker.is_zero = old.pending, old.is_zero
                 params[number].grad = marker
             for live, gradient in self._slices.get(number, ()):
                 mine = state.get(live.tensor)

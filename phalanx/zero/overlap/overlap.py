@@ -16,16 +16,16 @@ new partition before the next bucket is reduced.
 
 from __future__ import annotations
 
+import enum
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from ...ddp.bucket import LiveBucket
 from ...ddp.module import DistributedDataParallel
-from ...ddp.reducer import Reducer
-from ...ddp.reduction import AllReduce, HookReduction, Reduction
+from ...ddp.reducer import AllReduce, HookStrategy, Listener, Reducer, Strategy
+from ...ddp.reducer.bucket import Bucket, DenseBucket
 from ...ddp.wrappers import known_wrappers, listen
 from ...errors import ConfigError, MismatchError, ReductionError
 from ...plan import BucketCaps, BucketPlan, build_plan
@@ -49,7 +49,26 @@ _MOST_BUCKET_BYTES = 256 * 1024 * 1024
 _latest: weakref.WeakKeyDictionary[Reducer, weakref.ref[Overlap]] = weakref.WeakKeyDictionary()
 
 
-class Overlap:
+class Engagement(enum.Enum):
+    """What an optimizer has to do with its wrapper.
+
+    DETACHED    no wrapper reduces its parameters
+    OBSERVING   a wrapper does, by a plan that state and parameters are not divided by yet
+    READY       state and parameters are divided by the wrapper's plan
+    UPDATING    some buckets have been stepped in the backward under way, others have not
+    TORN        such a backward raised: the parameters are between two steps, for good
+
+    DETACHED -> OBSERVING -> READY <-> UPDATING -> TORN; a new plan or wrapper: READY -> OBSERVING
+    """
+
+    DETACHED = enum.auto()
+    OBSERVING = enum.auto()
+    READY = enum.auto()
+    UPDATING = enum.auto()
+    TORN = enum.auto()
+
+
+class Overlap(Listener):
     """One optimizer's engagement with one wrapper. `update` brackets an update: called with True, then False."""
 
     def __init__(
@@ -66,10 +85,7 @@ class Overlap:
         self.num_updates = 0
         self._bracket = update
         self._arguments: dict[str, Any] = {}
-        self._updating = False
-        self._torn = False
-        self._stale = False
-        self._low_precision = False
+        self.state = Engagement.DETACHED
         # Whether `step()` has been called since the last update: then gradients left there are left on purpose.
         self.confirmed = False
         # Gradients that were whole when the last backward ended, and used in its update, with their versions.
@@ -113,49 +129,37 @@ class Overlap:
     @property
     def scatters(self) -> bool:
         """Whether the reducer leaves each rank its slices only."""
-        return self._scatter is not None and self.reducer.reduction is self._scatter
+        return self._scatter is not None and self.reducer.strategy is self._scatter
+
+    @property
+    def _low_precision(self) -> bool:
+        return self.wrapper is not None and self.wrapper.mixed_precision is not None
 
     def consider(self, wrapper: DistributedDataParallel) -> None:
         """Join `wrapper` if it reduces parameters of this optimizer."""
-        reducer = wrapper._reducer
-        if reducer is None or not any(param in self.sharded.table.index_of for param in reducer.params):
+        reducer = wrapper.reducer
+        if not any(param in self.sharded.table.index_of for param in reducer.params):
             return
         self._check(wrapper, reducer)
         earlier = _user_of(reducer)
         if earlier is not None:
-            earlier._leave(reducer)
+            reducer.listeners.remove(earlier)  # which the reducer is not to keep alive
+            earlier.state = Engagement.DETACHED
         self._wrapper = weakref.ref(wrapper)
         _latest[reducer] = weakref.ref(self)
-        reducer.shadow_takes = True
-        reducer.on_adopted.append(self._adopted)
-        reducer.on_begun.append(self._begun)
-        reducer.on_bucket_reduced.append(self._reduced)
-        reducer.on_reduced.append(self._ended)
-        self._low_precision = wrapper.mixed_precision is not None
+        reducer.joined_take_means = True  # of which they own slices
+        reducer.listeners.append(self)
+        self.state = Engagement.OBSERVING
         if self.sharded.choice.partition == "element" and not self._low_precision:
-            self._scatter = ReduceScatter(
-                reducer.collectives, reducer, self, self.stage, self.in_backward
-            )
+            self._scatter = ReduceScatter(reducer.collectives, reducer, self, self.stage, self.in_backward)
             if wrapper._hook is None:
                 self._install(wrapper, reducer)
-        self._stale = True
 
     def _install(self, wrapper: DistributedDataParallel, reducer: Reducer) -> None:
         """Scatter from the next backward on, or if that is to be observed, from the one after it."""
         assert self._scatter is not None, "there is a reduction to install"
-        reduction: Reduction = self._scatter
-        if not reducer.settled:
-            reduction = AllReduce(reducer.collectives)
-            # What it lent would still be held when the buckets of the other one are made.
-            reduction.lends_early = False
-        reducer.use(reduction, self._wider(wrapper, reducer))
-
-    def _leave(self, reducer: Reducer) -> None:
-        """Another optimizer takes the place of this one, which the reducer is not to keep alive."""
-        reducer.on_adopted.remove(self._adopted)
-        reducer.on_begun.remove(self._begun)
-        reducer.on_bucket_reduced.remove(self._reduced)
-        reducer.on_reduced.remove(self._ended)
+        strategy: Strategy = self._scatter if reducer.settled else AllReduce(reducer.collectives)
+        reducer.use(strategy, self._wider(wrapper, reducer))
 
     def _wider(self, wrapper: DistributedDataParallel, reducer: Reducer) -> BucketPlan | None:
         """The plan with fewer, larger buckets, where nobody asked for a size; None to keep the plan.
@@ -163,7 +167,7 @@ class Overlap:
         A scattered bucket costs three collectives where a plain one costs one. In the second stage large buckets
         would cost the memory that it is to save.
         """
-        if wrapper.caps_are_given or self.stage == 2 or reducer.arrange is not None:
+        if wrapper.caps_are_given or self.stage == 2 or reducer.choose_buckets is not None:
             return None
         plan = reducer.plan
         total = sum(bucket.num_bytes for bucket in plan.buckets)
@@ -191,19 +195,19 @@ class Overlap:
 
     # -- the partition -------------------------------------------------------------------------
 
-    def _adopted(self) -> None:
-        self._stale = True
+    def plan_adopted(self) -> None:
+        if self.state is Engagement.READY:
+            self.state = Engagement.OBSERVING
         wrapper = self.wrapper
-        reducer = None if wrapper is None else wrapper._reducer
-        if wrapper is None or reducer is None or self._scatter is None or _user_of(reducer) is not self:
+        if wrapper is None or self._scatter is None:
             return
-        used = reducer.reduction
-        if isinstance(used, HookReduction) and getattr(used.hook, REPLACEABLE, False):
-            self._install(wrapper, reducer)
+        used = wrapper.reducer.strategy
+        if isinstance(used, HookStrategy) and getattr(used.hook, REPLACEABLE, False):
+            self._install(wrapper, wrapper.reducer)
 
     def catch_up(self) -> None:
         """Divide by the reducer's plan if it is another one by now. Every rank is here at the same point."""
-        if not self._stale:
+        if self.state is not Engagement.OBSERVING:
             return
         reducer = self.reducer
         if reducer.collectives.group is not self.sharded.collectives.group:
@@ -220,10 +224,11 @@ class Overlap:
         if self.gradient_shards is not None and self.scatters:
             self.gradient_shards.set_aside()
         sharded.repartition()
-        self._stale = False
+        self.state = Engagement.READY
         self.gradient_shards = None
         if self.scatter is not None and isinstance(sharded.partition, ElementPartition):
-            self.gradient_shards = GradientShards(sharded, sharded.partition.shards_of[0], reducer.buckets, self.scatter)
+            buckets = [bucket for bucket in reducer.buckets if isinstance(bucket, DenseBucket)]
+            self.gradient_shards = GradientShards(sharded, sharded.partition.shards_of[0], buckets, self.scatter)
             self.gradient_shards.restore()
 
     def _make_plans(self, table: ParamTable) -> list[NumberedPlan]:
@@ -246,45 +251,44 @@ class Overlap:
                 )
         return [NumberedPlan(reducer.plan, numbers), *numbered_plans(table, rest)]
 
-    # -- a backward that scatters --------------------------------------------------------------
+    # -- a pass --------------------------------------------------------------------------------
 
-    def begin(self, shadow: bool) -> None:
-        """A reduced backward starts, here or (`shadow`) on the ranks that still have inputs."""
-        self._refuse_torn()
-        if self.reducer.context_id is not None:
+    @torch.no_grad()
+    def pass_began(self, joined: bool) -> None:
+        if self.state is Engagement.TORN:
             raise ReductionError(
-                "overlap_with_ddp=True is not possible inside torch.distributed.autograd. Use overlap_with_ddp=False."
+                "an earlier backward raised after some buckets had been updated and before the others were: the parameters "
+                "are between two steps. Load a checkpoint of model and optimizer."
             )
-        with torch.no_grad():
-            self.catch_up()
-            if self.gradient_shards is not None and self.gradient_shards.begin(shadow):
-                self._refuse_second_use()
-
-    def packed(self, bucket: LiveBucket, place: int) -> None:
-        """A local gradient is in the bucket, and needs no memory of its own any more."""
-        if self.gradient_shards is not None:
-            self.gradient_shards.replace(bucket, place)
-
-    def sent(self, bucket: LiveBucket) -> None:
-        """The bucket has been packed: its local gradients are not needed any more."""
-        if self.gradient_shards is not None:
-            self.gradient_shards.release(bucket)
-
-    def take(self, bucket: LiveBucket, factor: float, usage: Sequence[int] | None) -> None:
-        """The bucket's own slice is reduced."""
-        assert self.gradient_shards is not None, "a scattered bucket has gradient shards"
-        self.gradient_shards.receive(bucket, factor, usage)
-        if self.in_backward:
-            self._update(bucket.index)
-
-    # -- a backward that leaves whole gradients ------------------------------------------------
-
-    def _begun(self) -> None:
         for param, seen, version in self._used:
             grad = seen()
             if grad is not None and param.grad is grad and grad._version == version:
                 self._refuse_second_use()
         self._used = []
+        if not self.scatters:
+            return
+        if self.reducer.elsewhere is not None:
+            raise ReductionError(
+                "overlap_with_ddp=True is not possible inside torch.distributed.autograd. Use overlap_with_ddp=False."
+            )
+        self.catch_up()
+        if self.gradient_shards is not None:
+            if not joined and self.gradient_shards.has_means:
+                self._refuse_second_use()
+            self.gradient_shards.begin(joined)
+
+    def take(self, bucket: DenseBucket, wanted: Sequence[int] | None) -> None:
+        """The bucket's own slice is reduced."""
+        assert self.gradient_shards is not None, "a scattered bucket has gradient shards"
+        self.gradient_shards.receive(bucket, wanted)
+        if self.in_backward:
+            self._update(bucket.index)
+
+    def pass_failed(self) -> None:
+        if self.state is Engagement.UPDATING:
+            self.state = Engagement.TORN
+        elif self.gradient_shards is not None:
+            self.gradient_shards.give_up()
 
     def _refuse_second_use(self) -> None:
         """A backward adds to gradients of the last one. Its update is made, and cannot be joined with this one's."""
@@ -296,7 +300,8 @@ class Overlap:
             )
 
     @torch.no_grad()
-    def _reduced(self, bucket: LiveBucket) -> None:
+    def bucket_given(self, bucket: Bucket) -> None:
+        """Of a strategy that leaves whole means, as a user's hook does: step as soon as a bucket has them."""
         if self.scatters or self._low_precision or not self.reducer.settled:
             return
         self.catch_up()
@@ -307,18 +312,10 @@ class Overlap:
 
     # -- updates -------------------------------------------------------------------------------
 
-    def _refuse_torn(self) -> None:
-        if self._torn or self._updating:
-            self._torn = True
-            raise ReductionError(
-                "an earlier backward raised after some buckets had been updated and before the others were: the parameters "
-                "are between two steps. Load a checkpoint of model and optimizer."
-            )
-
     def _open(self) -> None:
-        if not self._updating:
+        if self.state is not Engagement.UPDATING:
             self._arguments = self._bracket(True)
-            self._updating = True
+            self.state = Engagement.UPDATING
 
     def _update(self, index: int) -> None:
         """Step one bucket, in the midst of backward, and send it off."""
@@ -330,15 +327,15 @@ class Overlap:
         partition.update(shard, self.sharded.local, self._arguments)
 
     @torch.no_grad()
-    def _ended(self) -> None:
+    def pass_ended(self) -> None:
         """The backward has ended everywhere: finish the update, and follow a new plan."""
-        if self._updating and isinstance(self.sharded.partition, ElementPartition):
+        if self.state is Engagement.UPDATING and isinstance(self.sharded.partition, ElementPartition):
             self.sharded.partition.gathering.finish()
             self._close()
             self.catch_up()
             return
         whole = not self.scatters
-        if self._scatter is not None and type(self.reducer.reduction) is AllReduce:
+        if self._scatter is not None and type(self.reducer.strategy) is AllReduce:
             self.reducer.use(self._scatter)
         self.catch_up()
         if self.gradient_shards is not None and whole:
@@ -350,7 +347,7 @@ class Overlap:
             self._close()
 
     def _close(self) -> None:
-        self._updating = False
+        self.state = Engagement.READY
         self.confirmed = False
         self.num_updates += 1
         self._bracket(False)

@@ -1,4 +1,4 @@
-"""The reduction that leaves each rank the mean of its own shard of every bucket, and nothing else.
+"""The strategy that leaves each rank the mean of its own shard of every bucket, and nothing else.
 
     stage 1   every bucket has memory of its own; the mean lies in the own shard of it
     stage 2   buckets share memory in turn, as many as may be under way; the mean is used, or kept apart, at once
@@ -9,15 +9,13 @@ Knows how slices are reduced. What is done with them, and when, is up to the `Sl
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 
 from ...comm.collectives import Collectives
-from ...ddp.bucket import LiveBucket
-from ...ddp.reducer import Reducer
-from ...ddp.reduction import Mean
-from ...errors import ReductionError
+from ...ddp.reducer import Mean, Reducer
+from ...ddp.reducer.bucket import Bucket, DenseBucket
 from ...plan.shards import UNIT, shard_numel
 
 # Buckets under way at once. In the first stage nothing but time is lost by waiting, so that backward hardly ever waits
@@ -28,17 +26,8 @@ LAGS = {1: 2, 2: 1}
 class SliceTaker(Protocol):
     """Who is given the slices."""
 
-    def begin(self, shadow: bool) -> None:
-        """A backward starts."""
-
-    def packed(self, bucket: LiveBucket, place: int) -> None:
-        """A local gradient is in the bucket, and needs no memory of its own any more."""
-
-    def sent(self, bucket: LiveBucket) -> None:
-        """The local gradients of a bucket are not needed any more."""
-
-    def take(self, bucket: LiveBucket, factor: float, usage: Sequence[int] | None) -> None:
-        """The mean of the own slice of a bucket is there, still to be multiplied with `factor`."""
+    def take(self, bucket: DenseBucket, wanted: Sequence[int] | None) -> None:
+        """The mean of the own slice of a bucket is there, of the parameters in `wanted` (None for all)."""
 
 
 class ReduceScatter(Mean):
@@ -47,22 +36,19 @@ class ReduceScatter(Mean):
     tail_rides = False
 
     def __init__(
-        self,
-        collectives: Collectives,
-        reducer: Reducer,
-        taker: SliceTaker,
-        stage: int,
-        used_at_once: bool,
+        self, collectives: Collectives, reducer: Reducer, taker: SliceTaker, stage: int, used_at_once: bool
     ) -> None:
         super().__init__(collectives)
         self._reducer = reducer
         self._taker = taker
         self._stage = stage
         self.lag = LAGS[stage]
-        self.used_at_once = used_at_once
-        self.packs_early = stage == 1
+        self.gives_for_good = self.used_at_once = used_at_once
+        self.packs_on_arrival = stage == 1
         self._shared: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
         self._kept_apart: dict[int, torch.Tensor] = {}
+        # Means that are back and not used yet, whose memory another bucket takes over. Only in passes that are nested.
+        self._set_aside: dict[int, torch.Tensor] = {}
 
     # -- memory --------------------------------------------------------------------------------
 
@@ -93,14 +79,17 @@ class ReduceScatter(Mean):
         turn = sum(bucket.index < index for bucket in alike) % len(self._shared[dtype, device])
         return self._shared[dtype, device][turn][:padded]
 
-    def own_memory(self, bucket: LiveBucket) -> tuple[torch.Tensor, int]:
+    def allocate_late(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return self.collectives.allocate(self._padded(numel), dtype, device)
+
+    def own_memory(self, bucket: DenseBucket) -> tuple[torch.Tensor, int]:
         """Memory that holds the own slice once it is reduced, and the place in the bucket of its first element."""
-        if bucket.index in self._kept_apart:
-            size = bucket.flat.numel() // self.collectives.world
+        size = bucket.flat.numel() // self.collectives.world  # which allocates both, the first time
+        if bucket.index in self._kept_apart and bucket.part_of is None:
             return self._kept_apart[bucket.index], self.collectives.rank * size - UNIT
         return bucket.flat, 0
 
-    def own(self, bucket: LiveBucket) -> torch.Tensor:
+    def own(self, bucket: DenseBucket) -> torch.Tensor:
         """The own slice, in the memory that holds it once it is reduced."""
         size = bucket.flat.numel() // self.collectives.world
         memory, origin = self.own_memory(bucket)
@@ -109,7 +98,8 @@ class ReduceScatter(Mean):
     @property
     def num_bytes(self) -> int:
         """Memory of gradients, in buckets and apart."""
-        storages = {bucket.flat.untyped_storage().data_ptr(): bucket.flat for bucket in self._reducer.buckets}
+        buckets = [cast("DenseBucket", bucket) for bucket in self._reducer.buckets]
+        storages = {bucket.flat.untyped_storage().data_ptr(): bucket.flat for bucket in buckets}
         if self._stage == 2:
             flats = [flat for shared in self._shared.values() for flat in shared]
         else:
@@ -118,24 +108,23 @@ class ReduceScatter(Mean):
 
     # -- the way of a bucket -------------------------------------------------------------------
 
-    def begin(self, shadow: bool) -> None:
-        self._taker.begin(shadow)
+    def launch(self, bucket: DenseBucket) -> None:
+        bucket.work = self.collectives.reduce_scatter(self.own(bucket), bucket.flat, self.transport_scale)
 
-    def packed(self, bucket: LiveBucket, place: int) -> None:
-        self._taker.packed(bucket, place)
+    def scale_mean(self, bucket: Bucket, factor: float) -> None:
+        self.own(cast("DenseBucket", bucket)).mul_(factor)
 
-    def launch(self, bucket: LiveBucket) -> None:
-        self._taker.sent(bucket)
-        own = self.own(bucket)
-        bucket.work = self.collectives.reduce_scatter(own, bucket.flat, self.transport_scale)
+    def keep(self, bucket: DenseBucket) -> None:
+        if self.forgets and bucket.index not in self._set_aside:
+            self._set_aside[bucket.index] = self.own(bucket).clone()
 
-    def give_out(self, bucket: LiveBucket, factor: float, usage: Sequence[int] | None, as_views: bool) -> None:
-        self._taker.take(bucket, factor, usage)
+    def join_late(self, bucket: Bucket, late: Bucket) -> None:
+        mean = self._set_aside.get(bucket.index, self.own(cast("DenseBucket", bucket)))
+        mean.add_(self.own(cast("DenseBucket", late)))
 
-    def check_late(self, where: str, buckets: Sequence[LiveBucket]) -> None:
-        names = ", ".join(f"bucket {bucket.index} (first parameter '{bucket.names[0]}')" for bucket in buckets)
-        raise ReductionError(
-            f"{where}: a nested backward brought more gradient to {names} after it had been reduced for "
-            "ZeroRedundancyOptimizer(overlap_with_ddp=True), which had used it by then. Use checkpoint(..., "
-            "use_reentrant=False), or overlap_with_ddp=False."
-        )
+    def give(self, bucket: Bucket, wanted: Sequence[int] | None) -> None:
+        bucket = cast("DenseBucket", bucket)
+        if bucket.index in self._set_aside:
+            # Everything is back, so that the memory which the buckets share is free for one after the other.
+            self.own(bucket).copy_(self._set_aside.pop(bucket.index))
+        self._taker.take(bucket, wanted)

@@ -31,12 +31,12 @@ class SliceKeeper(Protocol):
 class ScatteredGradient(torch.Tensor):
     """Has the shape of a parameter and no memory. `pending` is local gradient not reduced yet.
 
-    `is_leaving`: it stands for a local gradient on its way out, to which nothing can be added any more.
+    `is_zero`: the user has zeroed it since it was given out.
     """
 
     number: int
     pending: torch.Tensor | None
-    is_leaving: bool
+    is_zero: bool
     keeper: weakref.ref[SliceKeeper]
 
     @staticmethod
@@ -46,7 +46,7 @@ class ScatteredGradient(torch.Tensor):
         )
         made.number = number
         made.pending = None
-        made.is_leaving = False
+        made.is_zero = False
         made.keeper = weakref.ref(keeper)
         return made
 
@@ -63,12 +63,6 @@ class ScatteredGradient(torch.Tensor):
         first: Any = args[0] if args else None
         if func is _aten.add_.Tensor and isinstance(first, cls) and not isinstance(args[1], cls):
             # Autograd adds the gradient of a further backward.
-            if first.is_leaving:
-                raise ReductionError(
-                    "a nested backward brought more gradient to a parameter whose gradient was already on its way to the "
-                    "other ranks, for ZeroRedundancyOptimizer(overlap_with_ddp=True). Use checkpoint(..., "
-                    "use_reentrant=False) from the first step on, or overlap_with_ddp=False."
-                )
             new = args[1]
             first.pending = new.clone() if first.pending is None else first.pending.add_(new)
             return first
@@ -102,6 +96,7 @@ def _zero(markers: Sequence[Any]) -> None:
     _keeper(markers).zero_slices([marker.number for marker in markers])
     for marker in markers:
         marker.pending = None
+        marker.is_zero = True
 
 
 def _unscale(markers: Sequence[Any], found_inf: torch.Tensor, inverse_scale: torch.Tensor) -> None:

@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.autograd import Variable
 
-from .frames import untraced
-from .structure import map_tensors
+from ..engine import BackwardEnd
+from ..frames import untraced
+from ..structure import map_tensors
 
 
 @dataclass
@@ -77,6 +77,10 @@ class LowPrecision:
 
     def _enter(self) -> None:
         tensors = [*self._params, *self._buffers]
+        if not self._low:
+            # Another backward than the one that freed them: of a second forward, or of the same graph again. The
+            # parameters are those of the forward, or autograd would refuse the backward by their versions.
+            self._low = self._make_low()
         self._full = [tensor.data for tensor in tensors]
         for tensor, low in zip(tensors, self._low, strict=True):
             tensor.data = low
@@ -85,6 +89,8 @@ class LowPrecision:
     def _leave(self) -> None:
         for param, full in zip(self._params, self._full, strict=False):
             param.data = full
+            if param.grad is not None and param.grad.dtype != full.dtype:
+                param.grad = param.grad.to(full.dtype)
         for buffer, full in zip(self._buffers, self._full[len(self._params) :], strict=True):
             if buffer.dtype != full.dtype:
                 full.copy_(buffer)  # what the module did to its buffer is kept
@@ -108,18 +114,11 @@ class LowPrecision:
         if not self._in_backward:
             self._in_backward = True
             self._enter()
-            Variable._execution_engine.queue_callback(self._end_backward)
-
-    def check_finished(self) -> None:
-        """Called outside backward: one that raised midway left the parameters low."""
-        if self._in_backward:
-            self._end_backward()
+            # Also if the backward raises: nobody outside may see a parameter in low precision.
+            BackwardEnd(self._end_backward, self._end_backward).queue()
 
     @untraced
     def _end_backward(self) -> None:
         self._leave()
         self._low = []
         self._in_backward = False
-        for param in self._params:
-            if param.grad is not None and param.grad.dtype != param.dtype:
-                param.grad = param.grad.to(param.dtype)

@@ -15,7 +15,7 @@ from torch.distributed.algorithms.join import JoinHook
 from .buffers import BufferHookLocation
 
 if TYPE_CHECKING:
-    from .module import DistributedDataParallel
+    from ..module import DistributedDataParallel
 
 
 def common_rank(ddp: DistributedDataParallel, candidate: bool) -> int:
@@ -34,7 +34,7 @@ def announce_reduction(ddp: DistributedDataParallel, reduces: bool) -> bool:
     return bool(flag.item())
 
 
-class ShadowTraining(JoinHook):
+class JoinedTraining(JoinHook):
     """Matches the collectives of one wrapper's forward and backward."""
 
     def __init__(self, ddp: DistributedDataParallel, divide_by_initial_world_size: bool) -> None:
@@ -53,7 +53,7 @@ class ShadowTraining(JoinHook):
         # A forward that is not reduced is followed by one that does not synchronise buffers either.
         ddp.require_forward_param_sync = reduces
         if reduces:
-            ddp.reducer.shadow(self._weight)
+            ddp.reducer.join_others(self._weight)
 
     def post_hook(self, is_last_joiner: bool) -> None:
         source = common_rank(self._ddp, is_last_joiner)

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from ..comm.failure.board import FailureBoard
 from ..errors import MismatchError, ReductionError
-from .bucket import LiveBucket
 
 
 def _listed(names: Sequence[str], most: int = 10) -> str:
@@ -24,18 +23,12 @@ def out_of_step(where: str, step: int, plan_hash: str, board: FailureBoard, buck
     )
 
 
-def too_late(where: str, buckets: Sequence[LiveBucket], as_views: bool) -> ReductionError:
-    """Gradient that came after its bucket had left, with the local gradient overwritten."""
-    names = ", ".join(f"bucket {bucket.index} (first parameter '{bucket.names[0]}')" for bucket in buckets)
-    remedy = (
-        "with gradient_as_bucket_view=True the local gradient is gone. Use gradient_as_bucket_view=False, or "
-        if as_views
-        else "until now no backward was nested, so the local gradient is gone. Zero the gradients and run this step "
-        "again on every rank, which will be right from now on; or use "
-    )
+def too_late(where: str, bucket: int, name: str) -> ReductionError:
+    """Gradient that came for a bucket which an optimizer had used already."""
     return ReductionError(
-        f"{where}: a nested backward brought more gradient to {names} after it had been sent, and {remedy}"
-        "checkpoint(..., use_reentrant=False)."
+        f"{where}: a nested backward brought more gradient to bucket {bucket} (first parameter '{name}') after "
+        "ZeroRedundancyOptimizer(overlap_with_ddp=True) had made its update of it. Use "
+        "checkpoint(..., use_reentrant=False), or make the optimizer with step_in_backward=False."
     )
 
 

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..errors import ReductionError
+from ...errors import ReductionError
 
 if TYPE_CHECKING:
-    from .reducer import Reducer
+    from ..reducer import Reducer
 
 
 def current_context() -> int | None:
@@ -48,7 +48,7 @@ class ContextGradients:
         return [index for index, gradient in enumerate(self._gradients) if gradient is not None]
 
     @contextmanager
-    def lent(self) -> Iterator[None]:
+    def on_parameters(self) -> Iterator[None]:
         """Inside, `.grad` of each parameter is its gradient of the context; what it becomes goes back there."""
         # By value too: with gradients that are views of buckets, their memory is in use meanwhile.
         held = [None if param.grad is None else (param.grad, param.grad.clone()) for param in self._params]
@@ -75,20 +75,10 @@ class ContextGradients:
 
 
 @contextmanager
-def gradients_in_place(reducer: Reducer) -> Iterator[None]:
+def gradients_of_context(context_id: int, reducer: Reducer) -> Iterator[None]:
     """Inside, gradients are where the reducer looks for them, wherever the backward left them."""
-    remote = None
-    if reducer.context_id is not None and not any(reducer.arrivals.fired):
-        remote = ContextGradients(reducer.context_id, reducer.params)
-    if remote is None or not remote.present:
-        yield
-        return
+    remote = ContextGradients(context_id, reducer.params)
     for index in remote.present:
-        reducer.arrivals.fired[index] = 1
-        reducer.bucket_of[index].pending -= 1
-    views, reducer.options.as_views = reducer.options.as_views, False
-    try:
-        with remote.lent():
-            yield
-    finally:
-        reducer.options.as_views = views
+        reducer.mark_arrived(index)
+    with remote.on_parameters():
+        yield

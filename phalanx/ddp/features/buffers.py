@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from ..comm.collectives import Collectives
-from ..comm.replicate import replicate
+from ...comm.collectives import Collectives
+from ...comm.replicate import replicate
 
 
 class BufferHookLocation(enum.Enum):

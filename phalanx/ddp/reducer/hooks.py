@@ -1,73 +1,55 @@
 """The hot path: what runs in Python each time autograd has accumulated a parameter's gradient.
 
-A hook tells the reducer and returns: two flags and a counter. Hooks refer to the reducer weakly, because a
+A hook tells the reducer and returns: a state and a counter. Hooks refer to the reducer weakly, because a
 parameter's hooks are invisible to the garbage collector: a strong reference would keep model, buckets and
 process group alive for ever. Must not know of buckets' memory or of launching.
 """
 
 from __future__ import annotations
 
-import enum
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from .frames import untraced
-from .verdicts import changed_graph
+from ..frames import untraced
+from ..messages import changed_graph
+from . import slot
+from .state import OBSERVING
 
 if TYPE_CHECKING:
     from .reducer import Reducer
-
-# The id of the running backward pass, -1 outside. Private, but the only way to tell a nested backward
-# (reentrant checkpointing) from its parent; tests/ddp/test_torch_internals.py notices if it moves.
-current_backward: Callable[[], int] = torch._C._current_graph_task_id
-
-
-class Phase(enum.Enum):
-    """Whether gradients that arrive now belong to a backward that is reduced."""
-
-    IDLE = enum.auto()
-    REDUCING = enum.auto()
-
-
-def is_final(param: torch.Tensor) -> bool:
-    """Whether the gradient stays as it is: a user's hook that runs after ours may still change it."""
-    hooks = param._post_accumulate_grad_hooks
-    return hooks is None or len(hooks) == 1
-
 
 # One function for all parameters, bound to its arguments: a closure each would be five times the memory.
 Reference: TypeAlias = "weakref.ref[Reducer]"
 
 
+def is_final(param: torch.Tensor) -> bool:
+    """Whether the gradient stays as it is: a user's hook that runs after ours may still read or change it."""
+    hooks = param._post_accumulate_grad_hooks
+    return hooks is None or len(hooks) == 1
+
+
 @untraced
 def _on_gradient(reference: Reference, index: int, param: torch.Tensor) -> None:
-    """The hook of parameter `index`. All the Python that runs once a parameter is in here."""
+    """The hook of parameter `index`. All the Python that runs once per parameter is in here."""
     reducer = reference()
     if reducer is None:
         return
-    arrivals = reducer.arrivals
-    if reducer.phase is Phase.IDLE:
-        if not reducer.armed:
-            arrivals.carried[index] = 1
-            return
-        reducer.begin()
-    if arrivals.observing:
-        arrivals.sequence.append(index)
-    bucket = reducer.bucket_of[index]
-    if arrivals.fired[index]:
-        arrivals.again(index, bucket, reducer.options.as_views)
+    bucket, place = reducer.places[index]
+    if reducer.state < OBSERVING and not reducer.begin():
+        slot.hold(bucket.states, place)
         return
-    arrivals.fired[index] = 1
-    if arrivals.often[index] or current_backward() != reducer.task:
-        # A nested backward may bring this parameter more gradient later in the same pass.
-        bucket.held = arrivals.nested = True
-    elif reducer.is_large[index]:
-        reducer.large_arrived(bucket, index, param)
+    if reducer.state == OBSERVING:
+        reducer.observed.append(index)
+    if not slot.arrive(bucket.states, place):
+        reducer.arrived_again(index, bucket)
+        return
+    if reducer.is_large[index]:
+        reducer.large_arrived(index, param)
     bucket.pending -= 1
     if not bucket.pending:
         reducer.filled(bucket, param)
@@ -77,12 +59,8 @@ def _on_gradient(reference: Reference, index: int, param: torch.Tensor) -> None:
 def _on_last_gradient(reference: Reference, bucket_index: int, param: torch.Tensor) -> None:
     """The only hook of a bucket whose order of gradients is known: it waits for the last one."""
     reducer = reference()
-    if reducer is None:
+    if reducer is None or (reducer.state < OBSERVING and not reducer.begin()):
         return
-    if reducer.phase is Phase.IDLE:
-        if not reducer.armed:
-            return
-        reducer.begin()
     bucket = reducer.buckets[bucket_index]
     bucket.pending -= 1
     if not bucket.pending:
@@ -105,10 +83,14 @@ class GradientHooks:
     def __init__(self, owner: Reducer) -> None:
         self._owner = weakref.ref(owner)
         self._handles: list[RemovableHandle] = []
+        self._watched: list[int] = []  # the parameters with a hook each, by identity
 
-    def watch_all(self, params: Iterable[torch.Tensor]) -> None:
+    def watch_all(self, params: Sequence[torch.Tensor]) -> None:
         """One hook on every parameter, in place of whatever there was."""
+        if list(map(id, params)) == self._watched:
+            return  # a parameter frozen meanwhile takes no new hook, and keeps the one it has
         self.detach()
+        self._watched = list(map(id, params))
         for index, param in enumerate(params):
             self._add(param, partial(_on_gradient, self._owner, index))
 
@@ -126,6 +108,8 @@ class GradientHooks:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._watched = []
 
     def _add(self, param: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
-        self._handles.append(param.register_post_accumulate_grad_hook(hook))
+        if param.requires_grad:
+            self._handles.append(param.register_post_accumulate_grad_hook(hook))

@@ -1,0 +1,155 @@
+"""Which backward is reduced, and when it ends.
+
+The rule is torch's: a forward arms, and the first *parameter's* gradient begins. So `torch.autograd.grad`, which
+accumulates into no parameter, reduces nothing; and a loss of which we never saw an output (kept as an attribute, inside an
+object, a penalty with a backward of its own) is reduced all the same.
+
+    a backward that brings gradient to a parameter          is reduced
+    reached an output of a forward that we saw              if that forward was run outside no_sync(); as often as it comes
+    reached none                                            if a forward has run whose backward has not come yet
+    reached none, and every forward has had its backward    not: it went around the wrapper
+
+Outputs are watched only to *note* the pass: a parameter may be met first inside a nested backward (reentrant
+checkpointing), from where the outermost one cannot be reached any more. Must not know of buckets.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from types import FrameType
+from typing import Any, Protocol
+
+import torch
+
+from ..engine import BackwardEnd
+from ..structure import Watched
+
+# Forwards that wait for their backward. A loop that evaluates without torch.no_grad() must not make it grow.
+_MOST_WAITING = 64
+
+
+class Forward:
+    """One forward of the wrapper. `waits`: a backward of it may still come that we cannot tell from its outputs."""
+
+    __slots__ = ("__weakref__", "elsewhere", "is_opaque", "may_nest", "reduces", "waits")
+
+    def __init__(self, reduces: bool) -> None:
+        self.reduces = reduces
+        self.waits = True
+        self.may_nest = True  # whether its backward may run another backward inside; where nobody has looked, it may
+        self.is_opaque = True  # whether its output holds something into which we cannot look
+        # Where its backward leaves gradients elsewhere (distributed autograd): makes them `.grad` for a while.
+        self.elsewhere: Callable[[Any], AbstractContextManager[None]] | None = None
+
+
+    def armed_by(self, watched: Watched) -> None:
+        """The forward has returned; a backward inside it may have come already, and another may follow."""
+        self.is_opaque = not watched.sees_all
+        self.waits = self.waits or watched.num_tensors > 0 or self.is_opaque
+
+
+class Ending(BackwardEnd):
+    """The end of one pass, and what is known of the pass until then."""
+
+    __slots__ = ("forward", "has_gradients")
+
+    def __init__(self, listener: PassListener, forward: Forward) -> None:
+        # The engine holds it for the length of a pass only, so it may hold the listener.
+        super().__init__(listener.backward_ended, listener.backward_raised)
+        self.forward = forward
+        self.has_gradients = False  # a parameter got gradient, before any forward asked for a reduction
+
+class PassListener(Protocol):
+    """Who is told how a pass ended."""
+
+    def backward_ended(self) -> None:
+        """The whole backward has run."""
+
+    def backward_raised(self) -> None:
+        """The backward raised midway. Called while the exception is on its way to the user."""
+
+
+class Arming:
+    """The forwards of one wrapper that wait for their backward, and the pass that is under way."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[Forward] = deque(maxlen=_MOST_WAITING)
+        self._had_backward = False
+        self._ending: Callable[[], Ending | None] = _none
+
+    def forward_began(self, reduces: bool) -> Forward:
+        """Armed before the module runs: a backward inside forward is one of ours too."""
+        if self._had_backward:
+            # Older ones had their chance; only forwards in a row wait for as many backwards.
+            self._waiting.clear()
+            self._had_backward = False
+        forward = Forward(reduces)
+        self._waiting.append(forward)
+        return forward
+
+    @property
+    def noted(self) -> Ending | None:
+        """The outermost pass under way, if it has been noted."""
+        return self._ending()
+
+    @property
+    def may_nest(self) -> bool:
+        """Whether the pass under way may run another backward inside, as far as its forward tells."""
+        ending = self._ending()
+        return ending is None or ending.forward.may_nest
+
+    @property
+    def is_owed(self) -> bool:
+        """Whether the pass that ends has brought gradient before it reached an output that asks for a reduction."""
+        ending = self._ending()
+        return ending is not None and ending.forward.reduces and ending.has_gradients
+
+    def note(self, listener: PassListener, forward: Forward) -> Ending:
+        """A pass has reached an output of `forward`, or one of our parameters."""
+        ending = self._ending()
+        if ending is None:
+            ending = Ending(listener, forward)
+            self._ending = weakref.ref(ending)
+            ending.queue()
+        elif forward.reduces:
+            ending.forward = forward  # one output to be reduced is enough
+        return ending
+
+    def begin(self, listener: PassListener) -> bool:
+        """A parameter has got gradient: whether a reduction begins with it."""
+        ending = self._ending()
+        if ending is not None:
+            forward = ending.forward
+            ending.has_gradients = True
+            if not forward.reduces:
+                return False
+            if not forward.is_opaque:
+                forward.waits = False
+        else:
+            waiting = [forward for forward in self._waiting if forward.waits]
+            if not waiting or not waiting[-1].reduces:
+                return False
+            self.note(listener, waiting[-1])
+            # The rest of the outermost pass comes as passes of their own, which this forward has to arm as well. Means
+            # are linear: what they add up to is right.
+            waiting[-1].waits = _is_nested()
+        self._had_backward = True
+        return True
+
+
+def _none() -> None:
+    """No pass is under way."""
+
+
+def _is_nested() -> bool:
+    """Whether the running backward was started inside another one."""
+    inner = 0
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        inner += frame.f_code is torch.autograd.graph._engine_run_backward.__code__
+        frame = frame.f_back
+    return inner > 1

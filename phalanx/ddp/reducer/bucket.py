@@ -1,0 +1,448 @@
+"""A bucket of the plan with memory behind it: gradients are taken in, reduced, and given out.
+
+What each slot goes through is in `slot.py`; this file does the moving of data that belongs to each of its transitions.
+Sparse gradients have a kind of bucket of their own (`sparse.py`) with the same verbs.
+
+Owns its memory and, between `take` and `give`, the gradients it has taken. Must not know when to launch, nor of
+other buckets.
+"""
+
+from __future__ import annotations
+
+import abc
+import enum
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+
+from ...comm.bucket import GradBucket
+from ...comm.collectives import Work
+from ...plan import Bucket as PlannedBucket
+from ...plan import ParamSpec
+from . import slot
+from .memory import BucketMemory, is_unshared
+from .slot import ABSENT, COPIED, HELD, LATE, LOANED, LOCAL, SCATTERED, TAKEN, VIEWED
+from .tail import Reading, Tail
+
+# From this size on a gradient is moved by an operation of its own, as soon as it arrives and while it is in the cache; small
+# ones together when the bucket is full, because each operation costs more than moving them does.
+LARGE_BYTES = 64 * 1024
+
+Allocate = Callable[[int, torch.dtype, torch.device], torch.Tensor]
+
+
+class Stage(enum.Enum):
+    """Where the bucket as a whole is: FILLING -> IN_FLIGHT -> REDUCED -> GIVEN, and FILLING again in the next pass."""
+
+    FILLING = enum.auto()
+    IN_FLIGHT = enum.auto()
+    REDUCED = enum.auto()
+    GIVEN = enum.auto()
+
+
+class Bucket(abc.ABC):
+    """One bucket's slots and its progress through a pass. What moves data is in the two kinds."""
+
+    sparse: bool
+
+    def __init__(
+        self,
+        planned: PlannedBucket,
+        specs: Sequence[ParamSpec],
+        params: Sequence[torch.nn.Parameter],
+        tail: Tail,
+        tail_rides: bool,
+        part_of: Bucket | None,
+    ) -> None:
+        """`part_of`: the bucket of the same slots for which this one carries what came late."""
+        self.part_of = part_of
+        self.index = planned.index
+        self.num_bytes = planned.num_bytes
+        self.slots = planned.slots
+        self.params = [params[slot.param] for slot in planned.slots]
+        self.specs = [specs[slot.param] for slot in planned.slots]
+        self._kind = (self.params[0].dtype, self.params[0].device)
+        self.tail = tail
+        self.tail_rides = tail_rides
+        # What hooks see as the last bucket.
+        self.is_last_dense: bool = part_of is not None and part_of.is_last_dense
+        self.states = bytearray(len(self.slots))  # of `SlotState`
+        self.stage = Stage.FILLING
+        # How many gradients have to arrive before the bucket is full, and how many still do.
+        self.expected = self.pending = len(self.slots)
+        # Set by the strategy that launches the bucket, who also waits for them.
+        self.work: Work | None = None
+        self.tail_work: Work | None = None
+        self.future: torch.futures.Future[Any] | None = None
+        self.grad_bucket: GradBucket | None = None
+        # What all ranks said in its tail, once it is back; None if everything was as usual.
+        self.reading: Reading | None = None
+
+    @property
+    @abc.abstractmethod
+    def tail_data(self) -> torch.Tensor:
+        """Where the tail is written before the bucket leaves, and read when it is back."""
+
+    @abc.abstractmethod
+    def take(self, scale: float) -> list[int] | None:
+        """Bring every gradient, times `scale`, in; returns which of the parameters were used, None for all."""
+
+    @abc.abstractmethod
+    def take_nothing(self) -> None:
+        """As `take`, for a rank that takes part without gradients of its own: they stay where they are."""
+
+    @abc.abstractmethod
+    def scale_mean(self, factor: float) -> None:
+        """Multiply the mean that has come back."""
+
+    @abc.abstractmethod
+    def add(self, other: Bucket) -> None:
+        """Add the mean of `other`, a bucket of the same slots, to this one's."""
+
+    @abc.abstractmethod
+    def give(self, wanted: Sequence[int] | None) -> None:
+        """Make the mean the gradient of every parameter in `wanted` (None for all); the others get theirs back."""
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether the user has given the parameters another dtype or device since the bucket was made."""
+        return (self.params[0].dtype, self.params[0].device) != self._kind
+
+    @property
+    def names(self) -> list[str]:
+        return [spec.name for spec in self.specs]
+
+    def open(self) -> None:
+        """A pass begins: ready to be filled."""
+        self.stage = Stage.FILLING
+        self.pending = self.expected
+        self.reading = None
+        slot.open_pass(self.states)
+
+    def mark_in_flight(self) -> None:
+        self.stage = Stage.IN_FLIGHT
+        slot.launch(self.states)
+
+    def mark_reduced(self) -> None:
+        self.stage = Stage.REDUCED
+        slot.reduce(self.states)
+        self.work = self.tail_work = self.future = None
+
+    @property
+    def is_late(self) -> bool:
+        """Whether gradient has come for one of its slots after the bucket had left."""
+        return self.stage is not Stage.FILLING and LATE in self.states
+
+    def write_tail(self, step: int, used: Sequence[int] | None, weight: float | None) -> None:
+        """What this rank has to say beside its gradients; None for what is as usual."""
+        self.tail.write(self.tail_data, step)
+        if used is not None:
+            self.tail.write_usage(self.tail_data, used)
+        if weight is not None:
+            self.tail.write_weight(self.tail_data, weight)
+
+    def abandon(self) -> None:
+        """The pass is given up. Owners get their tensors back at once, so that zeroing them now has an effect.
+
+        What is in flight stays the transport's: the slots of such a bucket are released by `release`.
+        """
+        if self.stage is not Stage.IN_FLIGHT:
+            self.release()
+
+    def release(self) -> None:
+        """Nothing of a pass that was given up is in flight any more."""
+        slot.abandon(self.states)
+        self.stage = Stage.GIVEN
+        self.work = self.tail_work = self.future = None
+
+
+class DenseBucket(Bucket):
+    """Gradients one after the other in one flat memory."""
+
+    sparse = False
+
+    def __init__(
+        self,
+        planned: PlannedBucket,
+        specs: Sequence[ParamSpec],
+        params: Sequence[torch.nn.Parameter],
+        tail: Tail,
+        tail_rides: bool,
+        part_of: Bucket | None,
+        allocate: Allocate,
+        as_views: bool,
+    ) -> None:
+        super().__init__(planned, specs, params, tail, tail_rides, part_of)
+        self.dtype = planned.dtype
+        self.as_views = as_views
+        self._allocate = allocate
+        self._memory: BucketMemory | None = None
+        item = planned.dtype.itemsize
+        self.large = bytearray(slot.numel * item >= LARGE_BYTES for slot in self.slots)
+        # By slot: the tensor that was `.grad` when it was taken, where somebody else may hold it; it gets the mean.
+        self._owners: list[torch.Tensor | None] = [None] * len(self.slots)
+        # View mode: what an unused gradient held, whose place in the body the transport overwrites.
+        self._kept: dict[int, torch.Tensor] = {}
+
+    # -- memory --------------------------------------------------------------------------------
+
+    @property
+    def memory(self) -> BucketMemory:
+        """Taken when it is first needed: gradients of an earlier plan may hold theirs until then."""
+        if self._memory is None:
+            numel = sum(slot.numel for slot in self.slots)
+            rides = self.tail.numel if self.tail_rides else 0
+            device = self.params[0].device
+            flat = self._allocate(numel + rides, self.dtype, device)
+            apart = None if rides else torch.zeros(self.tail.numel, dtype=torch.float32, device=device)
+            self._memory = BucketMemory(flat, self.slots, self.specs, apart, rides, self.as_views)
+            self.grad_bucket = None
+        return self._memory
+
+    @property
+    def flat(self) -> torch.Tensor:
+        """Everything that travels: the body, and a tail that rides."""
+        return self.memory.flat
+
+    @property
+    def body(self) -> torch.Tensor:
+        """The gradients, one after the other."""
+        return self.memory.body
+
+    @property
+    def views(self) -> list[torch.Tensor]:
+        """The gradients in the body, each in its parameter's shape and strides."""
+        return self.memory.views
+
+    @property
+    def tail_data(self) -> torch.Tensor:
+        return self.memory.tail
+
+    def open(self) -> None:
+        super().open()
+        if self._memory is not None and self._memory.is_lent:
+            if self._memory.is_held:
+                self._memory = None  # it stays with those who hold it
+            else:
+                self._memory.is_lent = False
+
+    # -- in ------------------------------------------------------------------------------------
+
+    def take_one(self, place: int, scale: float) -> None:
+        """Take one large gradient ahead of the others; one that is not there or not dense waits for `take`."""
+        grad = self.params[place].grad
+        if grad is None or grad.layout != torch.strided:
+            return
+        self._move_in(place, grad, scale)
+        self.params[place].grad = None
+        if not self.as_views:
+            self._owners[place] = grad
+            del grad
+            # Freed here where it is ours, the next gradient is made in memory that is still in the cache.
+            self._free_unshared(place)
+        slot.pack(self.states, place)
+
+    def take(self, scale: float) -> list[int] | None:
+        rest = [place for place, state in enumerate(self.states) if state != TAKEN]
+        if self.states.count(LOCAL) == len(rest) and self._take_together(rest, scale):
+            return None
+        used = [int(state in (HELD, LOCAL, LATE, TAKEN)) for state in self.states]
+        for place in rest:
+            used[place] &= self._take_any(place, scale)
+        return None if all(used) else used
+
+    def _take_together(self, rest: list[int], scale: float) -> bool:
+        """The usual case, by one operation over all gradients; false if one is missing or sparse after all."""
+        params, views = self.params, self.views
+        # Autograd may call a gradient ready that is undefined, which is looked for only once something goes wrong.
+        grads = cast("list[torch.Tensor]", [params[place].grad for place in rest])
+        moved = range(len(rest))
+        try:
+            if self.as_views:
+                moved = [k for k in moved if not _is_same(grads[k], views[rest[k]])]  # type: ignore[assignment]
+            if moved:
+                torch._foreach_copy_([views[rest[k]] for k in moved], [grads[k] for k in moved])
+        except (AttributeError, TypeError, RuntimeError):
+            if any(grad is None or grad.layout != torch.strided for grad in grads):
+                return False
+            raise
+        if scale != 1.0 and len(rest) == len(params):
+            self.body.mul_(scale)
+        elif scale != 1.0 and rest:
+            torch._foreach_mul_([views[place] for place in rest], scale)
+        for place in rest:
+            params[place].grad = None
+        slot.pack_local(self.states)
+        if not self.as_views:
+            self._own(rest, grads)
+        return True
+
+    def _own(self, places: Sequence[int], grads: list[torch.Tensor]) -> None:
+        """Remember whom the mean is owed to. Empties `grads`, since it would count as a holder."""
+        owners = self._owners
+        for place, grad in zip(places, grads, strict=True):
+            owners[place] = grad
+            del grad
+        grads.clear()
+        for place in places:
+            if self.large[place]:
+                self._free_unshared(place)
+
+    def _take_any(self, place: int, scale: float) -> bool:
+        """Take whatever the slot has: a late part, a gradient, or none. True if it counts as used."""
+        param, view, state = self.params[place], self.views[place], self.states[place]
+        grad = param.grad
+        if grad is not None and grad.layout != torch.strided:
+            grad = grad.to_dense()
+        if state == LATE:
+            if grad is not None:  # the body holds the first part already
+                view.add_(grad, alpha=scale) if view.dtype == grad.dtype else view.add_(grad.to(view.dtype) * scale)
+        elif grad is None:
+            view.zero_()
+        else:
+            if state == ABSENT:
+                self._keep_unused(place, grad)
+            elif not self.as_views:
+                self._owners[place] = grad
+            self._move_in(place, grad, scale)
+        param.grad = None
+        used = state == LATE or grad is not None
+        slot.pack(self.states, place)
+        del grad
+        if self.large[place] and state in (HELD, LOCAL):
+            self._free_unshared(place)
+        return used
+
+    def take_nothing(self) -> None:
+        self.body.zero_()
+        for place, param in enumerate(self.params):
+            if (grad := param.grad) is not None:
+                self._keep_unused(place, grad)
+                param.grad = None
+            slot.pack(self.states, place)
+
+    def _keep_unused(self, place: int, grad: torch.Tensor) -> None:
+        """A gradient of earlier times stays to the bit if no other rank uses its parameter now."""
+        if self.as_views and _is_same(grad, self.views[place]):
+            self._kept[place] = grad.detach().clone()
+        else:
+            self._owners[place] = grad
+
+    def _move_in(self, place: int, grad: torch.Tensor, scale: float) -> None:
+        view = self.views[place]
+        if _is_same(grad, view):
+            if scale != 1.0:
+                view.mul_(scale)
+        elif scale != 1.0:
+            torch.mul(grad.detach(), scale, out=view)
+        else:
+            view.copy_(grad)
+
+    def _free_unshared(self, place: int) -> None:
+        if is_unshared(self._owners, place):
+            self._owners[place] = None
+
+    # -- back ----------------------------------------------------------------------------------
+
+    def scale_mean(self, factor: float) -> None:
+        self.body.mul_(factor)
+
+    def add(self, other: Bucket) -> None:
+        assert isinstance(other, DenseBucket), "late parts of a dense bucket are dense"
+        self.body.add_(other.body)
+
+    def give(self, wanted: Sequence[int] | None) -> None:
+        self.stage = Stage.GIVEN
+        places: Sequence[int] = range(len(self.slots))
+        if wanted is not None:
+            for place in places:
+                if not wanted[place]:
+                    self._give_back(place)
+            places = [place for place in places if wanted[place]]
+        if self.as_views:
+            for place in places:
+                self._show(place)
+        else:
+            owned = [place for place in places if self._owners[place] is not None]
+            self._copy_to_owners(owned)
+            for place in places:
+                if self._owners[place] is None:
+                    self._give_new(place)
+        self._owners = [None] * len(self.slots)
+        self._kept.clear()
+
+    def _show(self, place: int) -> None:
+        param = self.params[place]
+        if param.dtype != self.dtype:
+            self._give_new(place)
+            return
+        param.grad = self.memory.show(place)
+        slot.give(self.states, place, VIEWED)
+
+    def _copy_to_owners(self, places: Sequence[int]) -> None:
+        """One operation for all of them, then each is `.grad` again."""
+        if not places:
+            return
+        owners, views, params, states = self._owners, self.views, self.params, self.states
+        torch._foreach_copy_([cast("torch.Tensor", owners[p]) for p in places], [views[p] for p in places])
+        for place in places:
+            try:
+                params[place].grad = owners[place]
+                slot.give(states, place, COPIED)
+            except RuntimeError:
+                # The gradient was in low precision while the parameter was; the parameter is not any more.
+                self._give_new(place)
+
+    def give_markers(self, wanted: Sequence[int] | None, markers: Sequence[torch.Tensor]) -> None:
+        """As `give`, where each rank keeps its own slice of the mean elsewhere: markers stand for the gradients."""
+        self.stage = Stage.GIVEN
+        for place, (param, marker) in enumerate(zip(self.params, markers, strict=True)):
+            if wanted is not None and not wanted[place]:
+                self._give_back(place)
+            else:
+                param.grad = marker
+                slot.give(self.states, place, SCATTERED)
+        self._owners = [None] * len(self.slots)
+        self._kept.clear()
+
+    def _give_new(self, place: int) -> None:
+        """The gradient that was taken is gone (or there was none): the body's memory takes its place, or a new tensor."""
+        param, view = self.params[place], self.views[place]
+        if self.large[place] and param.dtype == view.dtype:
+            param.grad = view.detach()  # a tensor of its own, so that references to it count
+            self.memory.is_lent = True
+            slot.give(self.states, place, LOANED)
+        else:
+            param.grad = torch.empty_like(param, requires_grad=False).copy_(view)
+            slot.give(self.states, place, COPIED)
+
+    def _give_back(self, place: int) -> None:
+        """No rank used the parameter: its gradient is what it was."""
+        if place in self._kept:
+            self.views[place].copy_(self._kept[place])
+            self.params[place].grad = self.memory.show(place)
+        else:
+            self.params[place].grad = self._owners[place]
+        slot.give(self.states, place, VIEWED if place in self._kept else COPIED)
+
+    def abandon(self) -> None:
+        for place, owner in enumerate(self._owners):
+            if owner is not None and self.states[place] in slot.GONE:
+                self.params[place].grad = owner
+        # View mode: their places in the body are no gradients any more.
+        for place, kept in self._kept.items():
+            self.params[place].grad = kept
+        self._owners = [None] * len(self.slots)
+        self._kept.clear()
+        super().abandon()
+
+
+def _is_same(grad: torch.Tensor, view: torch.Tensor) -> bool:
+    """Whether both name the same memory in the same layout (autograd may hand out a new tensor object)."""
+    return (
+        grad.layout == torch.strided
+        and grad.data_ptr() == view.data_ptr()
+        and grad.stride() == view.stride()
+        and grad.numel() > 0
+    )

@@ -1,0 +1,43 @@
+"""Gradient that came after its bucket had left: averaged as a bucket of its own, and added.
+
+Only a nested backward (reentrant checkpointing) brings gradient to one parameter several times in a pass. Packing took the
+first part, so the late part lies in `.grad` alone. The last bucket's tail tells all ranks which buckets are late on any
+of them; all of them reduce those once more. mean(first + late) = mean(first) + mean(late): no rank has to keep or resend
+anything. From then on the parameter's bucket waits for the end of backward, so that it happens once per parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from ..messages import too_late
+from . import slot
+from .bucket import Bucket, Stage
+from .slot import ABSENT, LATE, LOCAL
+
+if TYPE_CHECKING:
+    from .reducer import Reducer
+
+
+def reduce_late_part(reducer: Reducer, bucket: Bucket) -> None:
+    """On every rank: reduce what came late for `bucket`, perhaps on other ranks only, and add it to the mean."""
+    if bucket.stage is Stage.GIVEN and reducer.strategy.gives_for_good:
+        raise too_late(f"rank {reducer.collectives.rank}: step {reducer.step}", bucket.index, bucket.specs[0].name)
+    part = reducer.make_bucket(reducer.plan.buckets[bucket.index], bucket.tail.of_late_parts(), bucket)
+    # Every other slot has been taken, so that its `.grad` is None and adds nothing.
+    part.states[:] = bytes(LOCAL if state == LATE else ABSENT for state in bucket.states)
+    reducer.send(part, reducer.take(part))
+    reducer.strategy.settle(part, reducer.where(bucket))
+    reducer.receive(part)
+    reducer.strategy.join_late(bucket, part)
+    slot.join_late(bucket.states)
+    bucket.stage = Stage.REDUCED
+    if bucket.reading is not None and part.reading is not None:
+        reducer.wanted[bucket.index] = _either(bucket.reading.usage, part.reading.usage)
+    else:
+        reducer.wanted.pop(bucket.index, None)  # every rank used all of it, early or late
+
+
+def _either(first: Sequence[int], late: Sequence[int]) -> list[int]:
+    return [int(early > 0 or after > 0) for early, after in zip(first, late, strict=True)]

@@ -1,0 +1,42 @@
+"""Who hears of a pass: one protocol for everything around the reducer.
+
+Called on every rank in this order: `pass_began`, then per bucket `bucket_full` (not for every bucket),
+`bucket_sent`, `bucket_given`; `backward_ended` in between; last `pass_ended`, or `pass_failed` at any point.
+`plan_adopted` comes between two passes. All methods are optional. Listeners are called in the order in which they were
+added; what one raises ends the pass. Nobody but the reducer and the strategy changes a slot.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .bucket import Bucket
+
+
+class Listener:
+    """Hears of everything and does nothing."""
+
+    def pass_began(self, joined: bool) -> None:
+        """A backward that is reduced has begun; with `joined`, only on other ranks: this one has no input left."""
+
+    def bucket_full(self, bucket: Bucket) -> None:
+        """The last gradient of the bucket has arrived."""
+
+    def bucket_sent(self, bucket: Bucket) -> None:
+        """The bucket has been packed and launched."""
+
+    def backward_ended(self) -> None:
+        """Autograd is done; buckets may still be under way."""
+
+    def bucket_given(self, bucket: Bucket) -> None:
+        """The parameters of the bucket have their mean as `.grad`."""
+
+    def pass_ended(self) -> None:
+        """Every parameter has its mean, and the plan for the next pass is in force."""
+
+    def pass_failed(self) -> None:
+        """The pass was given up. Its gradients are not reduced."""
+
+    def plan_adopted(self) -> None:
+        """The buckets have been made anew, by another plan or for another strategy."""

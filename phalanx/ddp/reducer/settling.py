@@ -1,0 +1,201 @@
+"""The life of the plan, and what the first reduced backward teaches.
+
+    FIRST     made from the order of registration. The pass that it serves is observed: its buckets leave at the end
+    SETTLED   made from the order in which gradients came, rank 0's on every rank; replaced only with the group or the dtype
+    FIXED     settled, and the graph is static by promise: one hook per bucket is enough
+
+Must not know of buckets' memory or of launching.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from ...comm.collectives import Collectives
+from ...errors import ReductionError
+from ...plan import Bucket as PlannedBucket
+from ...plan import BucketPlan, plan_of, replan
+from ..messages import nothing_left
+from . import slot
+from .bucket import Bucket, Stage
+
+if TYPE_CHECKING:
+    from .reducer import Reducer
+
+# Buckets for an observed order, as parameter indices: how the compiler says where it has cut the model.
+ChooseBuckets = Callable[[BucketPlan, Sequence[int]], list[list[int]]]
+
+
+class PlanState(enum.Enum):
+    FIRST = enum.auto()
+    SETTLED = enum.auto()
+    FIXED = enum.auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """The plan of every rank, and whether it is the one that this rank's compiler would have chosen."""
+
+    plan: BucketPlan
+    as_chosen: bool
+
+
+def agree_on_plan(
+    plan: BucketPlan,
+    order: Sequence[int],
+    choose: ChooseBuckets | None,
+    collectives: Collectives,
+    device: torch.device,
+) -> Agreement:
+    """Rank 0's order of distinct parameters, and its buckets if it has chosen any, on every rank.
+
+    One small broadcast, once per plan. `device` is one that the group can send from.
+    """
+    mine = None if choose is None else choose(plan, order)
+    # Row 0: parameters in order, -1 for none. Row 1: the bucket of each, -1 where caps alone decide.
+    rows = torch.full((2, len(plan.specs)), -1, dtype=torch.int64)
+    if mine is None:
+        rows[0, : len(order)] = torch.tensor(order, dtype=torch.int64)
+    else:
+        rows[0] = torch.tensor([param for group in mine for param in group])
+        rows[1] = torch.tensor([index for index, group in enumerate(mine) for _ in group])
+    message = rows.flatten().to(device)
+    collectives.wait(collectives.broadcast(message, 0), "agreeing on the order of gradients")
+    params, buckets = message.view(2, -1).tolist()
+    if buckets[0] < 0:
+        agreed = replan(plan, [index for index in params if index >= 0])
+    else:
+        groups: list[list[int]] = [[] for _ in range(max(buckets) + 1)]
+        for param, bucket in zip(params, buckets, strict=True):
+            groups[bucket].append(param)
+        agreed = plan_of(plan.specs, groups, plan.caps)
+    return Agreement(agreed, mine == [[slot.param for slot in bucket.slots] for bucket in agreed.buckets])
+
+
+def restricted(plan: BucketPlan, kept: Sequence[int]) -> BucketPlan:
+    """The plan of the parameters `kept`, renumbered."""
+    renumber = {old: new for new, old in enumerate(kept)}
+    groups = [[renumber[slot.param] for slot in b.slots if slot.param in renumber] for b in plan.buckets]
+    return plan_of([plan.specs[index] for index in kept], [group for group in groups if group], plan.caps)
+
+
+class Usage:
+    """Which parameters this rank uses: what the first pass used, and whether every other one used the same."""
+
+    def __init__(self) -> None:
+        self.first_unused: frozenset[int] | None = None
+        self.looks_static = True
+
+    def record(self, unused: Collection[int]) -> None:
+        """A pass has ended in which this rank did not use these parameters."""
+        if self.first_unused is None:
+            self.first_unused = frozenset(unused)
+        elif self.looks_static:
+            self.looks_static = self.first_unused == frozenset(unused)
+
+    def renumbered(self, kept: Sequence[int]) -> Usage:
+        """The same knowledge about a subset of the parameters."""
+        rest = Usage()
+        unused = self.first_unused or frozenset()
+        rest.first_unused = frozenset(new for new, old in enumerate(kept) if old in unused)
+        return rest
+
+
+@dataclass(frozen=True, slots=True)
+class Trigger:
+    """The parameter whose n-th gradient is the last that its bucket gets in a backward."""
+
+    param: int
+    num_fires: int
+
+
+def trigger_of(bucket: PlannedBucket, fires: Sequence[int]) -> Trigger | None:
+    """The bucket's trigger, from every gradient of one backward in order; None if none arrived."""
+    members = {slot.param for slot in bucket.slots}
+    last = next((param for param in reversed(fires) if param in members), None)
+    return None if last is None else Trigger(last, sum(param == last for param in fires))
+
+
+def settle(reducer: Reducer, unused: Sequence[int]) -> None:
+    """Replace the first plan by one in the observed order. Every rank is here at the same step.
+
+    `unused` are the parameters that no rank used.
+    """
+    reducer.plan_state = PlanState.SETTLED
+    reducer.ready_order = list(dict.fromkeys(reducer.observed))
+    device = reducer.params[0].device
+    agreed = agree_on_plan(reducer.plan, reducer.ready_order, reducer.choose_buckets, reducer.collectives, device)
+    plan = agreed.plan
+    dropped = _named(reducer, unused) if reducer.options.drop_unused else []
+    if dropped:
+        plan = _drop(reducer, set(unused), plan)
+    if plan.hash != reducer.plan.hash:
+        reducer.num_rebuilds += 1
+        reducer.adopt(plan)
+    if not agreed.as_chosen:
+        reducer.cut_key = reducer.plan.hash
+    if reducer.options.static_graph:
+        fix(reducer)
+    reducer.hooks.refuse(dropped, "skip_all_reduce_unused_params=True")
+
+
+def _drop(reducer: Reducer, dropped: set[int], plan: BucketPlan) -> BucketPlan:
+    """Leave parameters that no rank uses out of the plan; one that is used after all is an error."""
+    kept = [index for index in range(len(reducer.params)) if index not in dropped]
+    if not kept:
+        raise nothing_left(f"rank {reducer.collectives.rank}")
+    reducer.keep_params(kept)
+    return restricted(plan, kept)
+
+
+def fix(reducer: Reducer) -> None:
+    """The graph is static: one hook per bucket is enough, on the gradient that comes last."""
+    reducer.plan_state = PlanState.FIXED
+    unused = reducer.usage.first_unused or frozenset()
+    reducer.detach()
+    if len(unused) < len(reducer.params):  # else this rank had no input in the first step, and promised nothing by it
+        reducer.hooks.refuse(_named(reducer, sorted(unused)), "static_graph=True")
+    trained = {index for index, param in enumerate(reducer.params) if param.requires_grad}
+    fires = [index for index in reducer.observed if index in trained]
+    for planned, bucket in zip(reducer.plan.buckets, reducer.buckets, strict=True):
+        trigger = trigger_of(planned, fires)
+        bucket.expected = bucket.pending = 0 if trigger is None else trigger.num_fires
+        if trigger is not None:
+            reducer.hooks.watch_last(reducer.params[trigger.param], bucket.index)
+
+
+def mark_promised(reducer: Reducer, bucket: Bucket) -> None:
+    """Of a static graph: every parameter that the first pass used has its gradient by now, as promised."""
+    unused = reducer.usage.first_unused or frozenset()
+    for place, (each, param) in enumerate(zip(bucket.slots, bucket.params, strict=True)):
+        if each.param in unused:
+            continue
+        if param.grad is None:
+            raise _changed_graph(reducer, bucket.specs[place].name)
+        slot.arrive(bucket.states, place)
+
+
+def find_late(reducer: Reducer) -> None:
+    """Of a static graph, whose parameters have no hooks of their own: gradient that came after its bucket had left."""
+    for bucket in reducer.buckets:
+        if bucket.stage is not Stage.FILLING:
+            for place, param in enumerate(bucket.params):
+                if param.grad is not None:
+                    slot.arrive(bucket.states, place)
+
+
+def _named(reducer: Reducer, indices: Sequence[int]) -> list[tuple[str, torch.nn.Parameter]]:
+    return [(reducer.plan.specs[index].name, reducer.params[index]) for index in indices]
+
+
+def _changed_graph(reducer: Reducer, name: str) -> ReductionError:
+    return ReductionError(
+        f"rank {reducer.collectives.rank}: step {reducer.step}: Your training graph has changed in this iteration: "
+        f"parameter '{name}' got a gradient in the first step and none now, but static_graph=True promises the same "
+        "graph in every step. Remove static_graph=True."
+    )

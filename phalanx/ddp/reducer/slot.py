@@ -1,0 +1,137 @@
+"""The life of one parameter's gradient: a state per slot, and the only functions that change it.
+
+One idea carries the table: **packing takes the gradient**. From then on `.grad` is None, so whatever autograd adds
+later in the same pass lies apart, in a tensor of its own, and can be averaged by itself: mean(first + late) is
+mean(first) + mean(late). No gradient is ever in a user's hands while the transport writes to it.
+
+    state       `.grad`                            the bucket's body              next
+    ABSENT      as the user left it                nothing of this pass           arrive -> LOCAL; pack -> TAKEN
+    HELD        gradient of a pass not reduced     nothing of this pass           arrive -> LOCAL; pack -> TAKEN
+    LOCAL       this rank's gradient               nothing of this pass           arrive -> LOCAL; pack -> TAKEN
+    TAKEN       None                               this rank's gradient, scaled   arrive -> LATE;  launch -> IN_FLIGHT
+    IN_FLIGHT   None                               the transport's                arrive -> LATE;  reduce -> REDUCED
+    REDUCED     None                               the mean                       arrive -> LATE;  give -> one of these four:
+    COPIED      the mean, in the owner's tensor    free                           the next pass -> ABSENT;
+    VIEWED      the mean, a view of the body       the mean                       a backward that is not reduced -> HELD
+    LOANED      the mean, the body's own memory    lent out                       (in the same pass: arrive -> LATE)
+    SCATTERED   a marker (see zero/overlap)        this rank's slice of the mean
+    LATE        what came after packing, only      as before                      pack (not launched yet) -> TAKEN;
+                                                                                  reduce (as a bucket of its own) -> REDUCED
+
+The *owner* is the tensor that was `.grad` when it was packed, where somebody else may look at it: then the mean is copied
+into it and it becomes `.grad` again. Where nobody else holds it, it is freed at once and the mean is given out as a loan.
+Must not know of buckets' memory, of collectives or of passes.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+
+
+class SlotState(enum.IntEnum):
+    """What has become of one parameter's gradient. Kept as one byte per slot: see `Bucket.states`."""
+
+    ABSENT = 0
+    HELD = 1
+    LOCAL = 2
+    TAKEN = 3
+    IN_FLIGHT = 4
+    REDUCED = 5
+    LATE = 6
+    COPIED = 7
+    VIEWED = 8
+    LOANED = 9
+    SCATTERED = 10
+
+
+ABSENT, HELD, LOCAL, TAKEN, IN_FLIGHT, REDUCED, LATE, COPIED, VIEWED, LOANED, SCATTERED = SlotState
+
+# What autograd adds to a slot in one of these states lies apart from what the bucket holds.
+GONE = frozenset({TAKEN, IN_FLIGHT, REDUCED, LATE, COPIED, VIEWED, LOANED, SCATTERED})
+GIVEN = frozenset({COPIED, VIEWED, LOANED, SCATTERED})
+
+_IMPOSSIBLE = 255
+
+
+def _transition(edges: Mapping[SlotState, SlotState]) -> bytes:
+    """A table for `bytes.translate`: all slots of a bucket change state in one operation."""
+    table = bytearray([_IMPOSSIBLE]) * 256
+    for before, after in edges.items():
+        table[before] = after
+    return bytes(table)
+
+
+_OPEN = _transition({ABSENT: ABSENT, HELD: HELD} | dict.fromkeys(GIVEN, ABSENT))
+_PACK_LOCAL = _transition({LOCAL: TAKEN, TAKEN: TAKEN})
+_LAUNCH = _transition({TAKEN: IN_FLIGHT})
+_REDUCE = _transition({IN_FLIGHT: REDUCED, LATE: LATE})
+_JOIN_LATE = _transition({REDUCED: REDUCED, LATE: REDUCED, SCATTERED: REDUCED})
+_ABANDON = _transition(dict.fromkeys(SlotState, ABSENT))
+
+
+def _move(states: bytearray, table: bytes, event: str) -> None:
+    after = states.translate(table)
+    if _IMPOSSIBLE in after:
+        place = after.index(_IMPOSSIBLE)
+        state = SlotState(states[place])
+        raise AssertionError(f"slot {place} is {state.name}, which knows no {event!r} (see ddp/reducer/slot.py)")
+    states[:] = after
+
+
+def arrive(states: bytearray, place: int) -> bool:
+    """Autograd has added to the gradient; true the first time in a pass, while the bucket still waits for it."""
+    state = states[place]
+    if state < LOCAL:
+        states[place] = LOCAL
+        return True
+    if state != LOCAL:
+        states[place] = LATE
+    return False
+
+
+def hold(states: bytearray, place: int) -> None:
+    """Autograd has added to the gradient in a backward that is not reduced."""
+    states[place] = HELD
+
+
+def pack(states: bytearray, place: int) -> None:
+    """What `.grad` held has gone into the body (or nothing did, where there was none); `.grad` is None."""
+    assert states[place] in (ABSENT, HELD, LOCAL, LATE), f"slot {place} is packed while {SlotState(states[place]).name}"
+    states[place] = TAKEN
+
+
+def pack_local(states: bytearray) -> None:
+    """As `pack`, for all slots of a bucket of which each has this rank's gradient."""
+    _move(states, _PACK_LOCAL, "packing all")
+
+
+def give(states: bytearray, place: int, how: SlotState) -> None:
+    """The mean is the gradient now, in one of four ways; or what was there before is, where no rank used it."""
+    assert states[place] == REDUCED and how in GIVEN, f"slot {place} is given while {SlotState(states[place]).name}"
+    states[place] = how
+
+
+def open_pass(states: bytearray) -> None:
+    """A backward that is reduced begins."""
+    _move(states, _OPEN, "a pass begins")
+
+
+def launch(states: bytearray) -> None:
+    """The bucket leaves; its body belongs to the transport."""
+    _move(states, _LAUNCH, "launch")
+
+
+def reduce(states: bytearray) -> None:
+    """The bucket is back; its body holds the mean of what was sent."""
+    _move(states, _REDUCE, "reduce")
+
+
+def join_late(states: bytearray) -> None:
+    """The mean of the late parts has been added to the body, which is then given out, perhaps once more."""
+    _move(states, _JOIN_LATE, "adding the late parts")
+
+
+def abandon(states: bytearray) -> None:
+    """The pass was given up: nothing of it counts."""
+    _move(states, _ABANDON, "giving up")

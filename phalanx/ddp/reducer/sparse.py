@@ -1,0 +1,98 @@
+"""A sparse gradient: a bucket of its own, summed row by row with its tail beside it (`comm/sparse.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ...comm.sparse import SparseSum
+from ...plan import Bucket as PlannedBucket
+from ...plan import ParamSpec
+from . import slot
+from .bucket import Bucket, Stage
+from .slot import ABSENT, COPIED, LATE
+from .tail import Tail
+
+
+class SparseBucket(Bucket):
+    """One parameter whose gradient has few rows. Taken, it lies in `gradient` in place of a body."""
+
+    sparse = True
+
+    def __init__(
+        self,
+        planned: PlannedBucket,
+        specs: Sequence[ParamSpec],
+        params: Sequence[torch.nn.Parameter],
+        tail: Tail,
+        tail_rides: bool,
+        part_of: Bucket | None,
+    ) -> None:
+        super().__init__(planned, specs, params, tail, tail_rides, part_of)
+        self.gradient: torch.Tensor | None = None
+        self.rows: SparseSum | None = None  # made by the strategy that first sums rows
+        self._tail_data = torch.zeros(tail.numel, dtype=torch.float32, device=self.params[0].device)
+        self._before: torch.Tensor | None = None  # what `.grad` was when it was taken
+
+    @property
+    def tail_data(self) -> torch.Tensor:
+        return self._tail_data
+
+    def take(self, scale: float) -> list[int] | None:
+        param, state = self.params[0], self.states[0]
+        grad, param.grad = param.grad, None
+        if state == LATE and grad is not None and self._before is not None:
+            grad = self._before + grad  # not launched yet: both parts leave together
+        self._before = grad
+        self.gradient = _nothing(param) if grad is None else _scaled(_as_rows(grad), scale)
+        slot.pack(self.states, 0)
+        return None if grad is not None and state != ABSENT else [0]
+
+    def take_nothing(self) -> None:
+        param = self.params[0]
+        self._before, param.grad = param.grad, None
+        self.gradient = _nothing(param)
+        slot.pack(self.states, 0)
+
+    def scale_mean(self, factor: float) -> None:
+        assert self.gradient is not None, "a bucket that is back has a mean"
+        self.gradient = _scaled(self.gradient.coalesce(), factor)
+
+    def add(self, other: Bucket) -> None:
+        assert isinstance(other, SparseBucket), "late parts of a sparse bucket are sparse"
+        assert self.gradient is not None and other.gradient is not None, "both are back"
+        self.gradient = (self.gradient + other.gradient).coalesce()
+
+    def give(self, wanted: Sequence[int] | None) -> None:
+        self.stage = Stage.GIVEN
+        used = wanted is None or wanted[0]
+        self.params[0].grad = self.gradient.coalesce() if used and self.gradient is not None else self._before
+        slot.give(self.states, 0, COPIED)
+        self.gradient = self._before = None
+
+    def abandon(self) -> None:
+        if self.states[0] in slot.GONE and self._before is not None:
+            self.params[0].grad = self._before
+        self._before = None
+        super().abandon()
+
+
+def _as_rows(grad: torch.Tensor) -> torch.Tensor:
+    """Rows are added up before they are scaled, as one process would."""
+    return (grad.to_sparse(1) if grad.layout == torch.strided else grad).detach().coalesce()
+
+
+def _nothing(param: torch.Tensor) -> torch.Tensor:
+    indices = torch.empty((1, 0), dtype=torch.int64, device=param.device)
+    values = torch.empty((0, *param.shape[1:]), dtype=param.dtype, device=param.device)
+    return torch.sparse_coo_tensor(indices, values, tuple(param.shape), check_invariants=False, is_coalesced=True)
+
+
+def _scaled(sparse: torch.Tensor, scale: float) -> torch.Tensor:
+    """`sparse`, coalesced, times `scale`; the tensor itself is not changed, since it may be somebody's gradient."""
+    if scale == 1.0:
+        return sparse
+    return torch.sparse_coo_tensor(
+        sparse._indices(), sparse._values() * scale, tuple(sparse.shape), check_invariants=False, is_coalesced=True
+    )

@@ -1,0 +1,225 @@
+"""How a packed bucket becomes a mean: by all-reduce, or by what a registered hook does.
+
+The reducer decides when; a `Strategy` decides how. `start` launches, `finish` waits; between the two the bucket's
+body belongs to the transport. To reduce in another way (scatter, quantise), write another `Strategy` and give it to
+the reducer: nothing else changes.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ...comm.bucket import GradBucket
+from ...comm.collectives import Collectives
+from ...comm.hooks import hook_future, hook_result, launch_pending
+from ...comm.sparse import SparseSum
+from .bucket import Bucket, DenseBucket
+from .sparse import SparseBucket
+
+_ALIGNED_ELEMENTS = 64
+
+Hook = Callable[[Any, GradBucket], torch.futures.Future[Any]]
+
+
+class Strategy(abc.ABC):
+    """A way to reduce buckets. `tail_rides`: the tail may lie behind the body in the same collective."""
+
+    tail_rides: bool = True
+    # How many buckets may be under way before the oldest is given out in the midst of backward; None: none is.
+    lag: int | None = None
+    # Whether a large gradient may go into the body as soon as it arrives: not where buckets share memory.
+    packs_on_arrival: bool = True
+    # Whether what is given out early is used at once, so that a late part could not be added to it any more.
+    gives_for_good: bool = False
+    name: str | None = None  # of a registered hook
+
+    def __init__(self, collectives: Collectives) -> None:
+        self.collectives = collectives
+
+    @property
+    @abc.abstractmethod
+    def pack_scale(self) -> float:
+        """What every gradient is multiplied with on its way into the body."""
+
+    @property
+    def transport_scale(self) -> float:
+        """What the transport multiplies the sum of a riding tail with."""
+        return 1.0
+
+    def allocate(self, index: int, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Memory for bucket `index`: zeroed, flat, of at least `numel` elements."""
+        return self.collectives.allocate(numel, dtype, device)
+
+    def allocate_late(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """As `allocate`, for what came late for a bucket that is back."""
+        return self.collectives.allocate(numel, dtype, device)
+
+    # -- the way of a bucket -------------------------------------------------------------------
+
+    def start(self, bucket: Bucket) -> None:
+        """Launch a packed bucket; a tail that cannot ride along follows it."""
+        if isinstance(bucket, SparseBucket):
+            self._launch_sparse(bucket)
+        else:
+            assert isinstance(bucket, DenseBucket), "there are two kinds of buckets"
+            self.launch(bucket)
+        if not bucket.tail_rides:
+            bucket.tail_work = self.collectives.all_reduce(bucket.tail_data)
+
+    @abc.abstractmethod
+    def launch(self, bucket: DenseBucket) -> None:
+        """Start the reduction of a dense bucket."""
+
+    def settle(self, bucket: Bucket, where: str) -> None:
+        """Once everything is launched: what a sparse sum could not say in one collective goes in a second."""
+        if isinstance(bucket, SparseBucket) and bucket.rows is not None and bucket.work is not None:
+            bucket.work = bucket.rows.settle(bucket.work, lambda work: self.collectives.wait(work, where))
+
+    def finish(self, bucket: Bucket, where: str) -> None:
+        """Return when the mean, still to be divided by uneven weights, and the tail are there."""
+        if isinstance(bucket, SparseBucket):
+            self._wait_sparse(bucket, where)
+        else:
+            assert isinstance(bucket, DenseBucket), "there are two kinds of buckets"
+            self.wait(bucket, where)
+        if bucket.tail_work is not None:
+            self.collectives.wait(bucket.tail_work, where)
+
+    @abc.abstractmethod
+    def wait(self, bucket: DenseBucket, where: str) -> None:
+        """Return when the body holds the mean."""
+
+    def scale_mean(self, bucket: Bucket, factor: float) -> None:
+        """Multiply the mean that has come back."""
+        bucket.scale_mean(factor)
+
+    def keep(self, bucket: DenseBucket) -> None:  # noqa: B027 (most buckets keep their memory)
+        """The bucket is back and will be given out later than usual, when gradient can come late no more."""
+
+    def give(self, bucket: Bucket, wanted: Sequence[int] | None) -> None:
+        """Make the mean the gradients of the parameters in `wanted` (None for all)."""
+        bucket.give(wanted)
+
+    def join_late(self, bucket: Bucket, late: Bucket) -> None:
+        """Add the mean of what came late, a bucket of the same slots, to the mean of what came first."""
+        bucket.add(late)
+
+    # -- sparse gradients ----------------------------------------------------------------------
+
+    @property
+    def sparse_scale(self) -> float:
+        """What a sparse gradient is multiplied with before it is launched."""
+        return 1.0 / self.collectives.world
+
+    def _launch_sparse(self, bucket: SparseBucket) -> None:
+        grad = bucket.gradient
+        assert grad is not None, "a bucket is packed before it is launched"
+        facts = _riding_tail(bucket)
+        if bucket.rows is None:
+            bucket.rows = SparseSum(self.collectives, grad.shape, grad.dtype, grad.device, facts.numel())
+        bucket.work = bucket.rows.start(grad, facts)
+
+    def _wait_sparse(self, bucket: SparseBucket, where: str) -> None:
+        assert bucket.work is not None and bucket.rows is not None, "a bucket is launched before it is waited for"
+        wait = lambda work: self.collectives.wait(work, where)  # noqa: E731
+        bucket.gradient = bucket.rows.finish(bucket.work, wait, _riding_tail(bucket))
+
+
+class Mean(Strategy):
+    """The mean by a collective that adds, with the division where it costs least: in the transport, or while packing."""
+
+    @property
+    def pack_scale(self) -> float:
+        return 1.0 if self.collectives.fuses_scale else 1.0 / self.collectives.world
+
+    @property
+    def transport_scale(self) -> float:
+        return 1.0 / self.collectives.world if self.collectives.fuses_scale else 1.0
+
+    def wait(self, bucket: DenseBucket, where: str) -> None:
+        assert bucket.work is not None, "a bucket is launched before it is waited for"
+        self.collectives.wait(bucket.work, where)
+
+
+class AllReduce(Mean):
+    """The mean by one all-reduce per bucket, tail included."""
+
+    def allocate(self, index: int, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Rounded up so that each rank's share starts on a cache line: transports move aligned memory faster."""
+        unit = _ALIGNED_ELEMENTS * self.collectives.world
+        return self.collectives.allocate(-(-numel // unit) * unit, dtype, device)
+
+    def launch(self, bucket: DenseBucket) -> None:
+        bucket.work = self.collectives.all_reduce(bucket.flat, self.transport_scale)
+
+
+class HookStrategy(Strategy):
+    """The mean as a user's communication hook makes it; the hook sees gradients only, unscaled.
+
+    A hook that is not linear sees a late part as a bucket of its own, of the same index and names.
+    """
+
+    tail_rides = False
+
+    def __init__(self, collectives: Collectives, state: object, hook: Hook) -> None:
+        super().__init__(collectives)
+        self.state = state
+        self.hook = hook
+        self.name = getattr(hook, "__qualname__", type(hook).__name__)
+
+    @property
+    def pack_scale(self) -> float:
+        return 1.0
+
+    @property
+    def sparse_scale(self) -> float:
+        return 1.0
+
+    def launch(self, bucket: DenseBucket) -> None:
+        if bucket.grad_bucket is None:
+            bucket.grad_bucket = _shown(bucket, bucket.body, bucket.views)
+        else:
+            bucket.grad_bucket.reset()
+        self._call(bucket, bucket.grad_bucket)
+
+    def _launch_sparse(self, bucket: SparseBucket) -> None:
+        assert bucket.gradient is not None, "a bucket is packed before it is launched"
+        bucket.grad_bucket = _shown(bucket, bucket.gradient, [bucket.gradient])
+        self._call(bucket, bucket.grad_bucket)
+
+    def _call(self, bucket: Bucket, seen: GradBucket) -> None:
+        bucket.future = hook_future(self.hook(self.state, seen), seen)
+
+    def wait(self, bucket: DenseBucket, where: str) -> None:
+        result = self._result(bucket, where)
+        if result.data_ptr() != bucket.body.data_ptr():
+            bucket.body.copy_(result)
+
+    def _wait_sparse(self, bucket: SparseBucket, where: str) -> None:
+        bucket.gradient = self._result(bucket, where)
+
+    def _result(self, bucket: Bucket, where: str) -> torch.Tensor:
+        assert bucket.future is not None and bucket.grad_bucket is not None, "launched before waited for"
+        launch_pending(bucket.future)
+        value = self.collectives.wait_future(bucket.future, f"{where}, hook {self.name}")
+        return hook_result(value, bucket.grad_bucket)
+
+
+def _riding_tail(bucket: Bucket) -> torch.Tensor:
+    return bucket.tail_data if bucket.tail_rides else bucket.tail_data[:0]
+
+
+def _shown(bucket: Bucket, buffer: torch.Tensor, gradients: Sequence[torch.Tensor]) -> GradBucket:
+    """The bucket as a hook sees it."""
+    return GradBucket(
+        index=bucket.index,
+        buffer=buffer,
+        gradients=gradients,
+        parameters=bucket.params,
+        is_last=bucket.is_last_dense,
+        names=bucket.names,
+    )
