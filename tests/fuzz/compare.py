@@ -1,0 +1,241 @@
+"""The judge: runs the reference beside what the ranks have recorded, and says where they first differ.
+
+Bit for bit where the arithmetic is the same: one or two ranks (a sum of two has one order, halving is exact) and nothing
+that rounds otherwise. `tolerance` gives the rest, each with its reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tests.fuzz.job import Digest, Snapshot, take_snapshot
+from tests.fuzz.program import Program, routes_of
+from tests.fuzz.reference import Alone, advance
+
+# Rounding of a few operations in each dtype, relative to the largest local gradient.
+ROUNDING = {
+    torch.float64: 1e-13,
+    torch.float32: 4e-6,
+    torch.complex64: 4e-6,
+    torch.float16: 4e-3,
+    torch.bfloat16: 3e-2,
+}
+# Hooks that send 16 bits: half a unit in the last place of each rank's share, and of the sum.
+HOOK_ROUNDING = {"fp16_compress_hook": 2e-3, "bf16_compress_hook": 1.6e-2}
+
+
+def is_exact(program: Program) -> bool:
+    """Whether the ranks do the arithmetic of the reference, in its order."""
+    rounds = (
+        program.ranks > 2
+        or program.hook in HOOK_ROUNDING
+        or program.mixed is not None
+        or program.mode == "compiled"  # operators are fused and reordered
+        or program.delayed is not None  # summed in a buffer of their own
+        or any(getattr(event, "weights", None) for event in program.events)
+        or any(type(event).__name__ in ("Inner", "Join") for event in program.events)  # sums in another order
+        # The norm is put together from the slices of the ranks.
+        or (program.has_sharded_state and any(getattr(event, "clip", None) for event in program.events))
+        # Where gradients are divided, the mean of the second is added to the mean of the first.
+        or (program.is_overlapped and any(_has_several_backwards(event) for event in program.events))
+    )
+    return not rounds and not _adds_late(program)
+
+
+def _has_several_backwards(event: Any) -> bool:
+    return type(event).__name__ == "Twice" or bool(getattr(event, "each", False) or getattr(event, "rest", False))
+
+
+def _adds_late(program: Program) -> bool:
+    """A part that is used twice, once in a nested backward, may be added up in another order than autograd's."""
+    for route in routes_of(program.events):
+        nested = {number for number, how in route if how == "reentrant"}
+        if any(sum(number == part for number, _ in route) > 1 for part in nested):
+            return True
+    return False
+
+
+def tolerance(program: Program, dtype: torch.dtype) -> float:
+    """Relative to the largest value that went into the mean."""
+    found = ROUNDING[dtype]
+    if program.hook in HOOK_ROUNDING:
+        found = max(found, HOOK_ROUNDING[program.hook])
+    if program.mixed is not None:
+        # Every product and sum of forward and backward is rounded to 8 (bfloat16) or 11 bits.
+        found = max(found, 6e-2 if "bfloat16" in program.mixed else 1e-2)
+    return found
+
+
+def differs(
+    got: Any, want: Any, program: Program, scale: float, exact: bool, ulps_of: torch.Tensor | None = None
+) -> str | None:
+    """What is wrong with `got`, or None. `scale` is the size of what went into it, where that may have cancelled out."""
+    if got is ... or want is ...:
+        return None
+    if (got is None) != (want is None):
+        return f"is {'None' if got is None else 'there'}, expected {'None' if want is None else 'one'}"
+    if got is None:
+        return None
+    if got.dtype != want.dtype or got.shape != want.shape:
+        return f"is {got.dtype} {tuple(got.shape)}, expected {want.dtype} {tuple(want.shape)}"
+    if torch.equal(got, want) or got.numel() == 0:
+        return None
+    wide = torch.complex128 if got.is_complex() else torch.float64
+    error = (got.to(wide) - want.to(wide)).abs().max().item()
+    size = max(want.abs().max().item(), scale)
+    if ulps_of is not None:
+        # A parameter: its own rounding, and the error of what was added to it.
+        allowed = tolerance(program, got.dtype) * scale + 4 * torch.finfo(got.dtype).eps * want.abs().max().item()
+    else:
+        allowed = tolerance(program, got.dtype) * size + 1e-30
+    # Comparing this way round lets NaN fail. Products in 16 bits depend on where in memory their factors lie.
+    if (not exact or got.dtype in (torch.float16, torch.bfloat16)) and error <= allowed:
+        return None
+    ratio = _ratio(got.to(wide), want.to(wide))
+    return f"is off by {error / size if size else error:.2g} of {size:.2g}{ratio}"
+
+
+def _ratio(got: torch.Tensor, want: torch.Tensor) -> str:
+    """A constant factor says most about what went wrong."""
+    norm = want.abs().square().sum()
+    factor = ((got * want.conj()).sum() / norm).abs().item() if norm else 0.0
+    rest = (got - factor * want).abs().max().item()
+    return f" (× {factor:.3g})" if norm and rest < 1e-3 * want.abs().max().item() else ""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where a run first went wrong: after which event (-1: at the very end), in what, and how."""
+
+    at: int
+    what: str  # gradient · parameter · buffer · hook · kept · state · replicas
+    text: str
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the reference says of one rank, and for each event which gradients all ranks must have alike."""
+
+    difference: Difference | None
+    shared: tuple[tuple[bool, ...], ...]
+
+
+def judge(program: Program, trace: Sequence[Snapshot], rank: int, state: dict[str, Any] | None) -> Verdict:
+    """Run the reference beside the trace of `rank`, event by event, up to the first difference."""
+    jobs = [Alone(program, number) for number in range(program.ranks)]
+    shared: list[tuple[bool, ...]] = []
+    for at, (event, got) in enumerate(zip(program.events, trace, strict=True)):
+        before = [p.detach().clone() for p in jobs[rank].params]
+        scales = [0.0] * len(before)
+        advance(jobs, event, scales)
+        wanted = [take_snapshot(job) for job in jobs]
+        found = _first_difference(program, event, got, wanted[rank], before, scales)
+        if found is not None:
+            return Verdict(Difference(at, *found), tuple(shared))
+        alike = tuple(all(_same(w.grads[n], wanted[0].grads[n]) for w in wanted) for n in range(len(before)))
+        shared.append(alike)
+        _adopt(jobs, got, alike)
+    found = None if state is None else _state_difference(program, jobs[0].optimizer.state_dict()["state"], state["state"])
+    return Verdict(None if found is None else Difference(-1, "state", found), tuple(shared))
+
+
+def _first_difference(
+    program: Program, event: Any, got: Snapshot, want: Snapshot, before: Sequence[torch.Tensor], scales: Sequence[float]
+) -> tuple[str, str] | None:
+    if got.broken:
+        return "kept", got.broken[0]
+    exact = is_exact(program)
+    # After a failed backward, and in the buffer of delayed parameters, zeros are as good as no gradient.
+    lenient = type(event).__name__ == "Fail" or program.delayed is not None
+    names = [f"parameter {n} {tuple(p.shape)} {str(p.dtype)[6:]}" for n, p in enumerate(got.params)]
+    for name, grad, wanted, scale in zip(names, got.grads, want.grads, scales, strict=True):
+        if lenient and _vanishes(grad) and _vanishes(wanted):
+            continue
+        found = differs(grad, wanted, program, scale, exact)
+        if found is not None:
+            return "gradient", f"{name}: the gradient {found}"
+    for name, param, wanted, old in zip(names, got.params, want.params, before, strict=True):
+        # A step is as exact as its gradient, and its sum with the parameter rounds once more.
+        moved = (wanted - old).abs().max().item() if old.numel() else 0.0
+        found = differs(param, wanted, program, moved, exact, ulps_of=wanted)
+        if found is not None:
+            return "parameter", f"{name}: {found}, in a step of {moved:.2g}"
+    for number, (buffer, wanted) in enumerate(zip(got.buffers, want.buffers, strict=True)):
+        found = differs(buffer, wanted, program, 1.0, exact)
+        if found is not None:
+            return "buffer", f"buffer {number} {found}"
+    return _hook_difference(program, got, want, scales, exact)
+
+
+def _hook_difference(
+    program: Program, got: Snapshot, want: Snapshot, scales: Sequence[float], exact: bool
+) -> tuple[str, str] | None:
+    """Hooks of the user see this rank's own gradient; in which order parameters come is nobody's promise."""
+    mine, theirs = (sorted(heard, key=lambda pair: pair[0]) for heard in (got.heard, want.heard))
+    if [number for number, _ in mine] != [number for number, _ in theirs]:
+        return "hook", f"hooks ran for {[n for n, _ in mine]}, expected {[n for n, _ in theirs]}"
+    for (number, grad), (_, wanted) in zip(mine, theirs, strict=True):
+        found = differs(grad, wanted, program, scales[number], exact)
+        if found is not None:
+            return "hook", f"the gradient that the hook of parameter {number} saw {found}"
+    return None
+
+
+def _state_difference(program: Program, want: dict[int, Any], got: dict[int, Any]) -> str | None:
+    if got.keys() != want.keys():
+        return f"the optimizer has state for parameters {sorted(got)}, the plain one for {sorted(want)}"
+    for number, states in want.items():
+        for key, wanted in states.items():
+            value = got[number].get(key, 0)
+            if isinstance(wanted, torch.Tensor):
+                scale = wanted.abs().max().item() if wanted.numel() else 0.0
+                found = differs(value, wanted, program, scale, is_exact(program))
+            else:
+                found = None if value == wanted else f"is {value!r}, expected {wanted!r}"
+            if found is not None:
+                return f"the optimizer's {key} of parameter {number} {found}"
+    return None
+
+
+def _vanishes(grad: Any) -> bool:
+    return grad is None or (grad is not ... and not grad.any())
+
+
+def _same(one: Any, other: Any) -> bool:
+    if one is None or other is None or one is ...:
+        return one is other
+    return torch.equal(one, other)
+
+
+def _adopt(jobs: Sequence[Alone], got: Snapshot, shared: Sequence[bool]) -> None:
+    """Go on from the ranks' own bits, so that what was rounded otherwise does not add up over the steps."""
+    with torch.no_grad():
+        for job in jobs:
+            for param, value, grad, alike in zip(job.params, got.params, got.grads, shared, strict=True):
+                param.copy_(value)
+                if grad is ... or not alike:
+                    continue
+                if grad is None:
+                    param.grad = None
+                elif param.grad is None:
+                    param.grad = grad.clone()
+                elif param.grad.layout == torch.strided:
+                    param.grad.copy_(grad)
+
+
+def replicas_differ(digests: Sequence[Sequence[Digest]], shared: Sequence[Sequence[bool]]) -> Difference | None:
+    """The first event after which ranks do not hold the same bits, where they must."""
+    for at, alike in enumerate(shared):
+        first = digests[0][at]
+        for rank, other in enumerate(digests[1:], 1):
+            for number, both in enumerate(zip(first.params, other[at].params, strict=True)):
+                if both[0] != both[1]:
+                    return Difference(at, "replicas", f"parameter {number} differs between rank 0 and rank {rank}")
+            for number, both in enumerate(zip(first.grads, other[at].grads, strict=True)):
+                if alike[number] and both[0] != both[1]:
+                    return Difference(at, "replicas", f"gradient {number} differs between rank 0 and rank {rank}")
+    return None

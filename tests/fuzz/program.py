@@ -1,0 +1,104 @@
+"""A training program as a value: the model, how it is wrapped, and what happens to it, event by event.
+
+Immutable and printable: `repr` gives Python that makes the same program again, which is how shrunk programs are
+reported. Knows nothing of how a program is drawn, run or judged.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+# One forward: which parts run in which order, and how each one is recomputed ("", "reentrant" or "recomputed").
+Route = tuple[tuple[int, str], ...]
+
+
+@dataclass(frozen=True, repr=False)
+class Value:
+    """Prints what differs from the defaults only, so that a shrunk program is a short one."""
+
+    def __repr__(self) -> str:
+        shown = []
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.default is dataclasses.MISSING or value != field.default:
+                shown.append(f"{field.name}={value!r}")
+        return f"{type(self).__name__}({', '.join(shown)})"
+
+
+@dataclass(frozen=True, repr=False)
+class Part(Value):
+    """One part of a model. `kind` is a class of `models`; `width` decides how many elements its parameters have."""
+
+    kind: str
+    width: int = 8
+    dtype: str = "float32"
+
+
+@dataclass(frozen=True, repr=False)
+class Call(Value):
+    """What one forward of the model does and returns."""
+
+    route: Route
+    returns: str = "tensor"
+    boom: int | None = None
+    inner: bool = False
+
+
+@dataclass(frozen=True, repr=False)
+class Program(Value):
+    """Everything that a run depends on. `events` are values of the classes in `events`."""
+
+    seed: int
+    ranks: int
+    backend: str
+    parts: tuple[Part, ...]
+    events: tuple[Any, ...]
+    cap_mb: float | None = None
+    views: bool = False
+    static: bool = False
+    find_unused: bool = False
+    skip_unused: bool = False
+    batched: bool = False
+    mixed: tuple[str | None, str | None] | None = None  # the dtypes of parameters and of the reduction
+    delayed: tuple[int, int] | None = None  # the part whose reduction is delayed, the part that triggers it
+    hook: str | None = None
+    optimizer: str = "sgd"
+    # plain · zero · overlapped (steps in backward) · overlapped_later (steps in step) · in_backward · compiled
+    mode: str = "plain"
+    zero: tuple[tuple[str, Any], ...] = ()
+    optimizer_first: bool = False
+
+    @property
+    def steps_in_backward(self) -> bool:
+        return self.mode in ("overlapped", "in_backward")
+
+    @property
+    def is_overlapped(self) -> bool:
+        return self.mode.startswith("overlapped")
+
+    @property
+    def has_sharded_state(self) -> bool:
+        return self.mode == "zero" or self.is_overlapped
+
+    def but(self, **changes: Any) -> Program:
+        return dataclasses.replace(self, **changes)
+
+
+OPTIMIZERS: Mapping[str, tuple[str, dict[str, Any]]] = {
+    "sgd": ("SGD", {"lr": 0.05}),
+    "momentum": ("SGD", {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01}),
+    "adam": ("Adam", {"lr": 0.01}),
+    "adamw": ("AdamW", {"lr": 0.01, "foreach": True}),
+    "adagrad": ("Adagrad", {"lr": 0.05, "initial_accumulator_value": 0.1}),
+    "rmsprop": ("RMSprop", {"lr": 0.01, "momentum": 0.5}),
+}
+# A small error of a gradient stays small in these; Adam would make a whole step of an error in the last bit.
+LINEAR_OPTIMIZERS = ("sgd", "momentum")
+
+
+def routes_of(events: Iterable[Any]) -> list[Route]:
+    """Every route that any of the events takes on any rank."""
+    return [route for event in events for route in getattr(event, "routes", ())]

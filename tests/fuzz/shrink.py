@@ -1,0 +1,168 @@
+"""From a program that fails to a short one that fails the same way.
+
+Greedy: every smaller neighbour is tried, the first that still fails is kept, until none does or time is up. Smaller means
+fewer events, shorter routes, fewer parts and ranks, smaller tensors, options at their defaults.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from tests.fuzz.program import Part, Program, Route, routes_of
+from tests.fuzz.runner import Failure
+
+# Wrong values show first in one place or another, depending on what else the program does.
+WRONG_VALUES = ("gradient", "parameter", "replicas", "state")
+
+
+def shrink(failure: Failure, run: Callable[[Program], Failure | None], limit_s: float = 90.0) -> Failure:
+    """The smallest failure found within the time. `run` plays a program."""
+    deadline = time.monotonic() + limit_s
+    tried = {failure.program}
+    while True:
+        for smaller in _neighbours(failure.program):
+            if smaller in tried:
+                continue
+            if time.monotonic() > deadline:
+                return failure
+            tried.add(smaller)
+            found = run(smaller)
+            if found is not None and _is_alike(found, failure):
+                failure = found
+                break
+        else:
+            return failure
+
+
+def _is_alike(found: Failure, failure: Failure) -> bool:
+    if failure.at is None:
+        return found.what == failure.what and _kind(found) == _kind(failure)
+    if failure.what in WRONG_VALUES:
+        return found.what in WRONG_VALUES
+    return found.what == failure.what
+
+
+def _kind(failure: Failure) -> str:
+    """The exception and the beginning of its message: a smaller program may be refused for good reasons of its own."""
+    return failure.words[:60]
+
+
+def _neighbours(program: Program) -> Iterator[Program]:
+    """Smaller programs, the boldest first."""
+    yield from _without_events(program)
+    for name, value in _PLAIN:
+        if getattr(program, name) != value:
+            yield program.but(**{name: value})
+    if program.has_sharded_state or program.mode != "plain":
+        yield program.but(mode="plain", zero=(), optimizer_first=False)
+    for number in range(len(program.zero)):
+        yield program.but(zero=program.zero[:number] + program.zero[number + 1 :])
+    if program.ranks > 2:
+        yield program.but(ranks=2)
+    yield from _without_uses(program)
+    yield from _without_parts(program)
+    yield from _simpler_events(program)
+    yield from _simpler_parts(program)
+
+
+_PLAIN = (
+    ("hook", None),
+    ("mixed", None),
+    ("delayed", None),
+    ("static", False),
+    ("skip_unused", False),
+    ("views", False),
+    ("find_unused", False),
+    ("batched", False),
+    ("cap_mb", None),
+    ("cap_mb", 0.0001),
+    ("optimizer_first", False),
+    ("optimizer", "sgd"),
+    ("backend", "gloo"),
+)
+
+
+def _without_events(program: Program) -> Iterator[Program]:
+    events = program.events
+    size = len(events) // 2
+    while size:
+        for start in range(0, len(events), size):
+            kept = events[:start] + events[start + size :]
+            if kept:
+                yield program.but(events=kept)
+        size //= 2
+
+
+def _with_routes(program: Program, change: Callable[[Route], Route]) -> Program:
+    changed = []
+    for event in program.events:
+        routes = getattr(event, "routes", None)
+        changed.append(event if routes is None else dataclasses.replace(event, routes=tuple(map(change, routes))))
+    return program.but(events=tuple(changed))
+
+
+def _without_uses(program: Program) -> Iterator[Program]:
+    """Everywhere at once first, then route by route; a route keeps one part."""
+    for part in range(len(program.parts)):
+        shorter = _with_routes(program, lambda route, part=part: tuple(u for u in route if u[0] != part) or route)
+        if shorter != program:
+            yield shorter
+    for how in ("reentrant", "recomputed"):
+        plain = _with_routes(program, lambda route, how=how: tuple((n, "" if h == how else h) for n, h in route))
+        if plain != program:
+            yield plain
+    for at, event in enumerate(program.events):
+        for which, route in enumerate(getattr(event, "routes", ())):
+            for place in range(len(route)):
+                if len(route) > 1:
+                    yield _with_route(program, at, which, route[:place] + route[place + 1 :])
+
+
+def _with_route(program: Program, at: int, which: int, route: Route) -> Program:
+    event = program.events[at]
+    routes = (*event.routes[:which], route, *event.routes[which + 1:])
+    return _with_event(program, at, dataclasses.replace(event, routes=routes))
+
+
+def _with_event(program: Program, at: int, event: Any) -> Program:
+    return program.but(events=(*program.events[:at], event, *program.events[at + 1:]))
+
+
+def _without_parts(program: Program) -> Iterator[Program]:
+    """Parts that nothing runs or names any more."""
+    named = {number for route in routes_of(program.events) for number, _ in route}
+    named |= {event.part for event in program.events if hasattr(event, "part")}
+    named |= set(program.delayed or ())
+    for gone in reversed(range(len(program.parts))):
+        if gone in named or len(program.parts) == 1 or any(getattr(event, "dropped", ()) for event in program.events):
+            continue
+        fewer = program.but(parts=program.parts[:gone] + program.parts[gone + 1 :])
+        fewer = _with_routes(fewer, lambda route, gone=gone: tuple((n - (n > gone), how) for n, how in route))
+        moved = [
+            dataclasses.replace(e, part=e.part - (e.part > gone)) if hasattr(e, "part") else e for e in fewer.events
+        ]
+        delayed = program.delayed and tuple(number - (number > gone) for number in program.delayed)
+        yield fewer.but(events=tuple(moved), delayed=delayed)
+
+
+def _simpler_events(program: Program) -> Iterator[Program]:
+    for at, event in enumerate(program.events):
+        routes = getattr(event, "routes", ())
+        if len(routes) > 1:
+            for route in dict.fromkeys(routes):
+                yield _with_event(program, at, dataclasses.replace(event, routes=(route,)))
+        for field in dataclasses.fields(event):
+            default = field.default
+            if default is not dataclasses.MISSING and getattr(event, field.name) != default:
+                yield _with_event(program, at, dataclasses.replace(event, **{field.name: default}))
+
+
+def _simpler_parts(program: Program) -> Iterator[Program]:
+    for number, part in enumerate(program.parts):
+        for simpler in (Part("Wide"), Part("Wide", part.width, part.dtype), Part(part.kind), Part(part.kind, 2048)):
+            is_simpler = simpler.width < part.width or simpler.dtype != part.dtype or simpler.kind != part.kind
+            if simpler != part and is_simpler and simpler.width <= part.width:
+                yield program.but(parts=(*program.parts[:number], simpler, *program.parts[number + 1:]))
