@@ -461,8 +461,7 @@ class Reducer:
         """Take part in the others' reduction with nothing to give, and with `shadow_takes` in what they get."""
         self._open_pass(shadow=True)
         if self.shadow_takes:
-            # It is to have the others' gradients only. Without this, a parameter that nobody uses now would keep the
-            # gradient of this rank's own last backward, and be stepped with it again.
+            # Else a parameter that nobody uses now would be stepped with what this rank's own last backward left.
             for param in self.params:
                 param.grad = None
         for bucket in self.buckets:
