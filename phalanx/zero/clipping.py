@@ -45,6 +45,7 @@ def clip_shards(
             f"The total norm of order {norm_type} for gradients is non-finite, so it cannot be clipped. To disable this "
             "error and scale the gradients by the non-finite norm anyway, set `error_if_nonfinite=False`."
         )
+    # The small number is torch's, so that equal norms clip equally. It also keeps a norm of zero from dividing.
     coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     for part in shards:
         # Real also for complex gradients: a complex factor would turn an infinite part into NaN.

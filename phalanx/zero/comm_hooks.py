@@ -18,6 +18,7 @@ from ..errors import ArgumentTypeError, ConfigError
 from .optimizer import ZeroRedundancyOptimizer
 from .overlap.overlap import REPLACEABLE
 
+# By name: to compare with the function itself would be to import what this package replaces.
 _TORCH_AVERAGE = ("torch.distributed.algorithms.ddp_comm_hooks.default_hooks", "allreduce_hook")
 
 
@@ -39,6 +40,7 @@ def hook_with_zero_step(
         )
     if zero._overlap is None:
         raise ConfigError("the ZeroRedundancyOptimizer must be made with overlap_with_ddp=True to step in a hook.")
+    # An optimizer works for its latest wrapper only: buckets of an earlier one would be reduced and stepped by nobody.
     if zero._overlap.wrapper is not ddp:
         raise ConfigError("the ZeroRedundancyOptimizer works with another wrapper than the one given. Give the latest.")
     averages = hook is allreduce_hook or (
@@ -46,6 +48,7 @@ def hook_with_zero_step(
         getattr(hook, "__name__", None),
     ) == _TORCH_AVERAGE
 
+    # A function of its own: the mark must not stay on the user's hook, which may also serve a wrapper without ZeRO.
     @functools.wraps(hook)
     def run(state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         return hook(state, bucket)

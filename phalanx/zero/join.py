@@ -16,6 +16,7 @@ class JoinedStep(JoinHook):
         super().__init__()
         self._step = step
         self._wrapper = wrapper
+        # A joined rank steps its part with means that it did not help to make, so the reducer must give it those.
         if wrapper is not None:
             wrapper.reducer.joined_take_means = True
 

@@ -55,10 +55,12 @@ def report_memory(sharded: ShardedOptimizer, bucket_bytes: int) -> MemoryReport:
     parameters = sum(_bytes(param) for param in params)
     # One copy for all ranks: each has its part of it.
     held = parameters // sharded.collectives.world if sharded.placement is Placement.SHARED else parameters
+    # On the parameters' device: the group of an accelerator takes no CPU tensor.
     mine = torch.tensor([state, gradients, held], dtype=torch.int64, device=device)
     everyone = torch.zeros(3 * sharded.collectives.world, dtype=torch.int64, device=device)
     sharded.collectives.wait(sharded.collectives.all_gather(everyone, mine), "asking for memory")
     ranks = tuple(RankMemory(*row) for row in everyone.view(-1, 3).tolist())
+    # Without sharding every rank would hold all state, and a gradient of each parameter that has one.
     trained = sum(_bytes(param) for param in params if param.requires_grad)
     report = MemoryReport(ranks, RankMemory(sum(row.state for row in ranks), trained, parameters))
     trace.fact(trace.MEMORY, {"state": state, "gradients": gradients, "parameters": held})
@@ -67,6 +69,7 @@ def report_memory(sharded: ShardedOptimizer, bucket_bytes: int) -> MemoryReport:
 
 def _gradient_bytes(param: torch.Tensor) -> int:
     grad = param.grad
+    # It has no memory of its own. What it may carry is local gradient that waits for the next reduction.
     if isinstance(grad, ScatteredGradient):
         grad = grad.pending
     return 0 if grad is None else _bytes(grad)

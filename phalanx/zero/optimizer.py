@@ -67,12 +67,14 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         shared_parameters: bool = False,
         **defaults: Any,
     ) -> None:
+        # Whatever may be refused is refused before the first collective: a rank that raises alone leaves the others waiting.
         listed = check_params(params)
         check_class(optimizer_class)
         if stage not in (1, 2):
             raise ConfigError(f"stage must be 1 (state divided) or 2 (gradients too), got {stage!r}.")
         if step_in_backward is not None and not overlap_with_ddp:
             raise ConfigError("step_in_backward has a meaning only with overlap_with_ddp=True. Leave it out.")
+        # Torch's constructor calls add_param_group, which must not reach for what is only made below.
         self.initialized = False
         torch.optim.Optimizer.__init__(self, listed, defaults)
         Joinable.__init__(self)
@@ -92,9 +94,11 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         self.defaults = {**self.optim.defaults}
         self._consolidated: dict[int, Any] | None = None
         self._hook_arguments: tuple[tuple[Any, ...], dict[str, Any]] = ((self,), {})
+        # How many updates backward had made when `step` was last called: without a new one, it has nothing to confirm.
         self._num_updates_seen = 0
         self._overlap: Overlap | None = None
         self.initialized = True
+        # Last: joining a wrapper that exists already calls back into this object.
         if overlap_with_ddp:
             self._overlap = Overlap(self._sharded, stage, step_in_backward is not False, self._bracket_update)
 
@@ -114,6 +118,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
 
         Returns what the closure returned, if there is one. Keywords go to the optimizer's own `step`.
         """
+        # First of all: it is a collective, which tells ranks that have joined to follow this step.
         Join.notify_join_context(self)
         if self._overlap is not None and self._overlap.in_backward:
             return self._confirm_update(self._overlap, closure, kwargs)
@@ -131,6 +136,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
 
     def _step(self, closure: Any = None, **kwargs: Any) -> Any:
         sharded = self._sharded
+        # Schedulers edit the groups that the user sees; the local optimizer has groups of its own.
+        # A state collected earlier is outdated from here on, even if the step raises.
         sharded.local.pull(self.param_groups)
         self._consolidated = None
         if self._overlap is None:
@@ -139,6 +146,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
             result = _evaluate(closure)
             self._overlap.step(kwargs)
         sharded.local.push(self.param_groups)
+        # Most of every gradient belongs to other ranks. Left there, it would live on until the user's own zero_grad().
         if self.stage == 2:
             self.zero_grad()
         return result
@@ -150,6 +158,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
                 f"step() was given {sorted(kwargs)}, but the step has been made during backward. Make the optimizer with "
                 "step_in_backward=False."
             )
+        # Before looking whether there was an update: the closure runs the backward that makes it.
         loss = _evaluate(closure)
         if overlap.reducer and overlap.num_updates == self._num_updates_seen:
             overlap.refuse_unreduced()
@@ -176,6 +185,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         if self.initialized:
             try:
                 self._sharded.add_group(self.param_groups)
+            # Every rank refuses the same group, so that all of them take it back and go on as before.
             except PhalanxError:
                 self.param_groups.pop()
                 raise
@@ -225,6 +235,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
                 "global state, or sharded_state_dict() to save it without gathering."
             )
         params = self._all_params
+        # Torch reads `self.state`. It is lent for this call only: kept, it would be a second state that no step updates.
         self.state = defaultdict(dict, {params[index]: state for index, state in self._consolidated.items()})
         try:
             return super().state_dict()
@@ -240,6 +251,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
             super().load_state_dict(state_dict)
         except StateError:
             raise
+        # Torch's own errors say neither which group nor which parameter is wrong; our check does, where it can.
         except (KeyError, ValueError, TypeError, AttributeError) as error:
             check_structure(state_dict, self.param_groups)
             raise StateError(f"not a state that this optimizer can load: {error!r}.") from error
@@ -272,6 +284,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         if not self.__dict__.get("initialized"):
             super().__setstate__(state)
             return
+        # Every rank cuts its own part out of the same whole, so nothing is sent; and nothing is changed before `install`.
         states, groups = dict(state["state"]), state["param_groups"]
         elementwise = self.partition == "element"
         check_states(states, self._sharded.table, self.optimizer_class, elementwise)
@@ -283,6 +296,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
 
     def _normalised(self, states: dict[torch.Tensor, Any], groups: list[dict[str, Any]]) -> dict[torch.Tensor, Any]:
         """The states and groups as the class's own `__setstate__` brings old ones up to date."""
+        # Without its constructor, which would make new state. It shares the options of the optimizer that is really run.
         alone = self.optimizer_class.__new__(self.optimizer_class)
         alone.__dict__.update(self.optim.__dict__)
         alone.__setstate__({"state": defaultdict(dict, states), "param_groups": groups})
@@ -309,6 +323,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         """Step this rank's part with the others, without inputs of its own; for ranks that have joined."""
         self.step()
         if self.wrapper is not None:
+            # Not at the beginning of the next one: after the last, a user's loop would add to what is left here.
             # What was given to this rank belongs to this step only; the others clear theirs themselves.
             self.zero_grad()
 

@@ -29,6 +29,7 @@ def before(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict
 
 def after(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Run what is to run after a step."""
+    # The other way round than before a step, as torch does it: hooks of all optimizers enclose those of this one.
     mine = optimizer._optimizer_step_post_hooks.values()
     for hook in chain(mine, torch_optimizer._global_optimizer_post_hooks.values()):
         hook(optimizer, args, kwargs)

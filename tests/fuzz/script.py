@@ -51,7 +51,7 @@ PARAMETERS = {parameters}
 def describe(tensor):
     if type(tensor) not in (torch.Tensor, nn.Parameter):
         return None
-    wide = tensor.detach().to_dense().to(torch.complex128).view(-1)
+    wide = tensor.detach().to_dense().to(torch.complex128).reshape(-1)
     return (round(wide.abs().square().sum().sqrt().item(), 7), round((wide.real + wide.imag).sum().item(), 7))
 
 
@@ -144,5 +144,5 @@ def _expected(failing: Program) -> tuple[list[Any], list[Any]]:
 def _described(tensor: torch.Tensor | None) -> tuple[float, float] | None:
     if tensor is None:
         return None
-    wide = tensor.detach().to_dense().to(torch.complex128).view(-1)
+    wide = tensor.detach().to_dense().to(torch.complex128).reshape(-1)
     return round(wide.abs().square().sum().sqrt().item(), 7), round((wide.real + wide.imag).sum().item(), 7)

@@ -71,3 +71,61 @@ def test_three_ranks_through_shared_memory_end_equal(kind: str) -> None:
     for found in run_ranks(3, train, kind, {}, True, backend="phalanx"):
         for got, wanted in zip(found, expected, strict=True):
             torch.testing.assert_close(got, wanted)
+
+
+class SometimesUsed(nn.Module):
+    """`early`, a small and a large layer (more than 64 KiB), is used in the first steps only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.always = nn.Linear(8, 50)
+        self.early = nn.ModuleList([nn.Linear(8, 3), nn.Linear(8, 2500)])
+
+    def forward(self, x: torch.Tensor, early: bool) -> torch.Tensor:
+        losses = [self.always(x).square().mean()]
+        if early:
+            losses += [layer(x).square().mean() for layer in self.early]
+        return torch.stack(losses).sum()
+
+
+def use_early(rank: int, world: int, kind: str, options: dict[str, Any]) -> list[torch.Tensor]:
+    """Rank 0 has inputs for two steps, in which `early` is used; the others go on without it."""
+    model = SometimesUsed()
+    wrapped = phalanx.DistributedDataParallel(model, bucket_cap_mb=0.05, on_unused="ignore")
+    one: Any
+    if kind == "plain":
+        one, joined = optim.Adam(model.parameters(), lr=0.01), [wrapped]
+    else:
+        one = ZeroRedundancyOptimizer(
+            model.parameters(), optim.Adam, overlap_with_ddp=kind == "overlapped", lr=0.01, **options
+        )
+        joined = [wrapped, one]
+    with Join(joined):
+        for step in range(2 if rank == 0 else 5):
+            x = torch.randn(5, 8, generator=torch.Generator().manual_seed(100 * step + rank))
+            one.zero_grad()
+            wrapped(x, step < 2).backward()
+            one.step()
+    return [param.detach().clone() for param in model.parameters()]
+
+
+@pytest.mark.parametrize("backend", ["gloo", "phalanx"])
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("alone", {}),
+        ("alone", {"stage": 2}),
+        ("alone", {"partition": "parameter"}),
+        ("overlapped", {}),
+        ("overlapped", {"step_in_backward": False}),
+        ("overlapped", {"partition": "parameter"}),
+    ],
+    ids=str,
+)
+def test_a_rank_that_has_just_joined_does_not_step_with_its_last_gradients(
+    kind: str, options: dict[str, Any], backend: str
+) -> None:
+    expected = run_ranks(2, use_early, "plain", {}, backend=backend)[1]
+    for found in run_ranks(2, use_early, kind, options, backend=backend):
+        assert all(map(torch.equal, found, expected))

@@ -19,6 +19,11 @@ if TYPE_CHECKING:
 @torch.no_grad()
 def shadow(reducer: Reducer, takes: bool) -> None:
     """A whole pass without gradients of this rank; with `takes`, it is given the means of the others."""
+    if takes:
+        # It is to have the others' gradients only. A parameter that nobody uses now must not keep the gradient of this
+        # rank's own last backward, and be stepped with it again.
+        for param in reducer.params:
+            param.grad = None
     for bucket in reducer.buckets:
         reducer.make_way(bucket)
         _send_nothing(reducer, bucket)

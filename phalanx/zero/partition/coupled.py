@@ -32,6 +32,7 @@ class CoupledStep:
         """Every rank calls it. Returns the first loss, averaged, as the optimizer itself returns it."""
         if self._collectives.rank == 0:
             result = local.step_all(closure=lambda: self._lead(closure), **arguments)
+            # The others wait in `_tell` for the next evaluation; without this they would wait for ever.
             self._tell(_DONE)
             return result
         first = None
@@ -52,6 +53,7 @@ class CoupledStep:
         return int(message.item())
 
     def _evaluate(self, closure: Callable[[], Any]) -> Any:
+        # Rank 0 has moved the parameters since the last evaluation; the others must evaluate at the same point.
         self._share()
         with torch.enable_grad():
             loss = closure()
@@ -59,6 +61,7 @@ class CoupledStep:
         total = torch.as_tensor(loss, device=self._device).detach().to(dtype=torch.float64).reshape(1).clone()
         self._collectives.wait(self._collectives.all_reduce(total), "averaging the loss of a closure")
         mean = total / self._collectives.world
+        # Of the type and dtype that the closure gave: the optimizer compares losses with its own tolerances.
         if isinstance(loss, torch.Tensor):
             return mean.to(dtype=loss.dtype, device=loss.device).reshape(loss.shape)
         return type(loss)(mean.item())

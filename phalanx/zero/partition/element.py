@@ -77,6 +77,7 @@ class ElementPartition(Partition):
         self.plans = list(plans)
         self.gathering = Gathering(collectives)
         self._placement = placement
+        # By plan, then by bucket. Where a wrapper reduces, its plan is the first, so that its bucket i has the shard [0][i].
         self.shards_of = [self._shards(numbered) for numbered in self.plans]
         self.shards = [shard for shards in self.shards_of for shard in shards]
         self.gathering.provide(self.shards)
@@ -126,7 +127,9 @@ class ElementPartition(Partition):
                     shard.refresh()
                     shard.take_gradients()
                     self.update(shard, local, arguments)
+                    # At once: slices are views of `.grad`, and would keep its memory alive beyond zero_grad().
                     shard.drop_gradients()
+            # Before this returns, parts of the parameters are still the old ones: nobody may compute with them.
             self.gathering.finish()
         return loss
 
@@ -140,6 +143,7 @@ class ElementPartition(Partition):
         """Step the slices of one refreshed shard that have a gradient, and start gathering its bucket."""
         started_ns = trace.now_ns()
         local.step_some(self._active(shard), **arguments)
+        # Before the launch: the gather reads the parameters' memory, and edges were stepped beside it.
         shard.store()
         if trace.recorder is not None:
             trace.recorder.span(trace.OPTIMIZER, started_ns, trace.now_ns(), bucket=shard.index)
@@ -150,6 +154,7 @@ class ElementPartition(Partition):
     def _active(self, shard: Shard) -> dict[int, list[torch.Tensor]]:
         active: dict[int, list[torch.Tensor]] = {}
         for live in shard.slices:
+            # As the plain optimizer passes over a parameter without gradient: no decay, no momentum, no new state.
             if live.tensor.grad is not None:
                 active.setdefault(self.table.group_of[live.index], []).append(live.tensor)
         return active
@@ -157,6 +162,7 @@ class ElementPartition(Partition):
 
 def _owned_tensor(live: LiveSlice) -> OwnedTensor:
     bounds = live.bounds
+    # Flat, like the slice, except for scalars: an optimizer may treat a tensor without dimensions in another way.
     shape = (live.length,) if live.storage.spec.shape else ()
     stride = (1,) if shape else ()
     return OwnedTensor(live.index, bounds.start, bounds.stop, bounds.begin, bounds.end, shape, stride, live.tensor)

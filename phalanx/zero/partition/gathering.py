@@ -32,9 +32,11 @@ class Gathering:
 
     def __init__(self, collectives: Collectives) -> None:
         self.collectives = collectives
+        # Oldest first. What was launched first is finished first, on every rank, whichever arrives first.
         self._pending: deque[_Flight] = deque()
         self._sizes: dict[tuple[torch.dtype, torch.device], int] = {}
         self._buffers: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+        # How often a buffer of this kind was handed out: the next one is that which was used longest ago.
         self._taken: dict[tuple[torch.dtype, torch.device], int] = {}
         # Of shared parameters, which are in place as soon as all ranks have written.
         self._written: list[Shard] = []
@@ -64,6 +66,7 @@ class Gathering:
         buffer = scratch = None
         if shard.flat is None:
             buffer = self._next_buffer((shard.bucket.dtype, shard.device))
+            # The bucket that used it before must be copied out of it before another is packed into it.
             while any(flight.buffer is buffer for flight in self._pending):
                 self._finish_oldest()
             scratch = buffer[: shard.shard_numel * self.collectives.world]
@@ -75,6 +78,7 @@ class Gathering:
         """Return when every parameter launched so far is equal on all ranks."""
         while self._pending:
             self._finish_oldest()
+        # Shared parameters are not gathered: when all ranks are here, all have written their shards in place.
         if self._written:
             self.barrier()
             for shard in self._written:
@@ -83,6 +87,7 @@ class Gathering:
 
     def barrier(self) -> None:
         """Return when every rank has called it."""
+        # A CPU tensor, because shared parameters are always on the CPU (`ElementPartition._share`).
         self.collectives.wait(self.collectives.all_reduce(torch.zeros(1)), "a barrier around shared parameters")
 
     def _finish_oldest(self) -> None:

@@ -44,6 +44,7 @@ def _keys(required: str, optional: str = "") -> StateKeys:
 
 # Exactly these classes, not classes derived from them: a subclass may do anything in its step.
 _ELEMENTWISE: dict[type[torch.optim.Optimizer], StateKeys] = {
+    # Optional is what only some options make, such as momentum or amsgrad.
     optim.SGD: _keys("", "momentum_buffer"),
     optim.Adam: _keys("step exp_avg exp_avg_sq", "max_exp_avg_sq"),
     optim.AdamW: _keys("step exp_avg exp_avg_sq", "max_exp_avg_sq"),
@@ -64,12 +65,14 @@ def elementwise(optimizer_class: OptimizerClass) -> OptimizerClass:
     A decorator. State must then be tensors of the parameter's shape, tensors without dimensions, or plain
     values; the class may be stepped bucket by bucket. Classes derived from it declare themselves.
     """
+    # The value is the class itself: a derived class inherits the attribute, and is not declared by it.
     setattr(optimizer_class, _DECLARATION, optimizer_class)
     return optimizer_class
 
 
 def kind_of(optimizer_class: type[torch.optim.Optimizer]) -> Kind:
     """What the class allows."""
+    # Derived classes too: whatever they change, they evaluate the closure several times, with all parameters moved.
     if issubclass(optimizer_class, optim.LBFGS):
         return Kind.COUPLED
     declared = getattr(optimizer_class, _DECLARATION, None) is optimizer_class
@@ -106,6 +109,7 @@ def choose_partition(
     if wanted not in ("auto", "element", "parameter"):
         raise ConfigError(f'partition must be "auto", "element" or "parameter", got {wanted!r}.')
     name, kind = optimizer_class.__name__, kind_of(optimizer_class)
+    # Before all other checks: whole parameters suit every class.
     if wanted == "parameter":
         return PartitionChoice("parameter", kind, "asked for")
     if wanted == "element" and kind is not Kind.ELEMENTWISE:
@@ -129,6 +133,7 @@ def choose_partition(
         return PartitionChoice("element", kind, "asked for")
     if kind is not Kind.ELEMENTWISE:
         return PartitionChoice("parameter", kind, f"{name} is not known to act element by element")
+    # Nothing is saved by cutting. Whole parameters are stepped where they are, by torch's own fast paths.
     if world == 1:
         return PartitionChoice("parameter", kind, "one rank owns everything")
     return PartitionChoice("element", kind, f"{name} acts element by element")

@@ -25,6 +25,7 @@ class LocalOptimizer:
         local = [{**_options(group), "params": list(params)} for group, params in zip(groups, params_by_group, strict=True)]
         # Groups, never a bare list: an optimizer takes an empty group, but refuses an empty list.
         self.optim = optimizer_class(local, **defaults)
+        # The list itself: `step_some` shows the optimizer another one for the time of a step.
         self.groups = self.optim.param_groups
         self._params = [list(params) for params in params_by_group]
         self.push(groups)
@@ -49,12 +50,14 @@ class LocalOptimizer:
         self._params = [list(params) for params in params_by_group]
         for local, params in zip(self.groups, self._params, strict=True):
             local["params"] = list(params)
+        # State is kept under the old tensors. Left there, it would keep them, and their memory, alive.
         self.optim.state.clear()
 
     def step_some(self, active: Mapping[int, Sequence[torch.Tensor]], **arguments: Any) -> None:
         """One step on a part of the tensors, by group, as if there were no others."""
         if not active:
             return
+        # Neither the user's hooks on `optim` nor its state_dict() may be left with half of the groups if a step raises.
         try:
             for index, params in active.items():
                 self.groups[index]["params"] = params
@@ -84,6 +87,7 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
 
 def _count(value: Any, seen: dict[int, int]) -> None:
     if isinstance(value, torch.Tensor):
+        # By identity: a tensor that two states share is counted once.
         seen[id(value)] = value.numel() * value.element_size()
     elif isinstance(value, Mapping):
         _count(list(value.values()), seen)

@@ -22,6 +22,7 @@ def check_params(params: Any) -> list[Any]:
             f"params argument given to the optimizer should be an iterable of Tensors or dicts, but got "
             f"{torch.typename(params)}. Put the tensor into a list."
         )
+    # Once: model.parameters() is a generator, and torch's constructor reads what is returned here.
     try:
         listed = list(params)
     except TypeError as error:
@@ -31,6 +32,7 @@ def check_params(params: Any) -> list[Any]:
         ) from error
     if not listed:
         raise ConfigError("ZeroRedundancyOptimizer got an empty parameter list. Give model.parameters().")
+    # One form for all: torch takes the first item to say what the others are.
     forms = {_form(item) for item in listed}
     if len(forms) != 1 or None in forms:
         strange = next((item for item in listed if _form(item) is None), None)
@@ -72,17 +74,20 @@ class ParamTable:
         for number, group in enumerate(groups):
             named = group.get("param_names")
             for place, param in enumerate(group["params"]):
+                # For messages only. Parameters are matched by number, so names need not be the same on all ranks.
                 name = named[place] if named else f"parameter {place} of group {number}"
                 table.params.append(param)
                 table.group_of.append(number)
                 table.names.append(name)
         check_dense(zip(table.names, table.params, strict=True))
         table.specs = specs_of(list(zip(table.names, table.params, strict=True)))
+        # Tensors are hashed by identity: two parameters with equal values stay two.
         table.index_of = {param: index for index, param in enumerate(table.params)}
         return table
 
     def by_group(self, tensors: Iterable[tuple[int, torch.Tensor]]) -> list[list[torch.Tensor]]:
         """(parameter, tensor) pairs sorted into the groups of their parameters."""
+        # Also for groups of which this rank owns nothing: the local optimizer has a group for each of the user's.
         groups: list[list[torch.Tensor]] = [[] for _ in range(self.num_groups)]
         for index, tensor in tensors:
             groups[self.group_of[index]].append(tensor)

@@ -21,6 +21,8 @@ from .param_table import ParamTable
 from .partition import OwnedTensor, Partition
 from .storage import ParameterStorage
 
+# A broadcast has a fixed cost, so smaller parameters are copied into one buffer with others of their owner; larger ones
+# travel from where they lie. The second bounds that buffer, which stays allocated as long as the partition.
 _SMALL_BYTES = 64 * 1024
 _BUCKET_BYTES = 4 * 1024 * 1024
 
@@ -43,6 +45,7 @@ class BroadcastBucket:
         self._is_owner = owner == collectives.rank
         first = self.params[0]
         flat = None
+        # Allocated by the collectives, so that on shared memory it can be read by the others without another copy.
         if as_views or len(numbers) > 1:
             flat = collectives.allocate(sum(spec.numel for spec in specs), first.dtype, first.device)
         views: list[torch.Tensor | None] = [None] * len(specs)
@@ -57,10 +60,12 @@ class BroadcastBucket:
 
     def is_due(self) -> bool:
         """Whether the bucket travels after a step. The same on all ranks."""
+        # Not by the gradients alone: a rank may be without one, and all must launch the same broadcasts.
         return any(param.requires_grad or param.grad is not None for param in self.params)
 
     def launch(self, collectives: Collectives) -> Work:
         """Send from the owner to all."""
+        # Users may have given parameters other memory since the last step.
         for storage in self.storages:
             storage.refresh()
         flat = self.storages[0].flat if self._flat is None else self._flat
@@ -72,6 +77,7 @@ class BroadcastBucket:
         """The owner's values have arrived."""
         if self._is_owner:
             return
+        # Only what was packed has to be taken apart; views and single parameters have received in place.
         if self._copies and self._flat is not None:
             parts = self._flat.split([storage.flat.numel() for storage in self.storages])
             for storage, values in zip(self.storages, parts, strict=True):
@@ -94,6 +100,7 @@ class ParameterPartition(Partition):
     ) -> None:
         super().__init__(table, collectives)
         self.coupled = coupled
+        # Coupled: one owner, and the others only evaluate (see `coupled`).
         self.owners = _owners(table, 1 if coupled else collectives.world)
         self.buckets = [
             BroadcastBucket(self.owners[numbers[0]], table, numbers, collectives, as_views)
@@ -136,6 +143,7 @@ class ParameterPartition(Partition):
         def evaluate() -> Any:
             nonlocal calls
             calls += 1
+            # At the first call parameters are still equal everywhere; later the optimizer has moved the owned ones.
             if calls > 1:
                 self.share()
             return closure()
@@ -147,10 +155,13 @@ class ParameterPartition(Partition):
         """Make every parameter equal on all ranks: each owner's values win."""
         started_ns = trace.now_ns()
         due = [bucket for bucket in self.buckets if bucket.is_due()]
+        # All at once: owners are different ranks, which then send at the same time. The order is that of the numbers of
+        # parameters, the same on every rank.
         works = [bucket.launch(self.collectives) for bucket in due]
         for bucket, work in zip(due, works, strict=True):
             self.collectives.wait(work, f"sending the parameters that rank {bucket.owner} owns")
             bucket.finish()
+            # The broadcast wrote behind autograd's back; a graph that still needs the old values must notice.
             increment_version(bucket.params)
         if trace.recorder is not None:
             num_bytes = sum(bucket.num_bytes for bucket in due)
@@ -180,6 +191,7 @@ def _buckets(table: ParamTable, owners: Sequence[int]) -> list[list[int]]:
         if spec.num_bytes >= _SMALL_BYTES:
             buckets.append([number])
         elif num_bytes + spec.num_bytes > _BUCKET_BYTES:
+            # The full one is in `buckets` already, where it keeps its place in the order of launches.
             filling[key] = ([number], spec.num_bytes)
             buckets.append(filling[key][0])
         else:

@@ -26,6 +26,8 @@ class OwnedTensor:
     which the optimizer keeps its state.
     """
 
+    # Half-open ranges of flat elements. Both are needed: state of [begin, end) that other ranks own is computed here too,
+    # but it is not kept up to date with theirs, and must never be sent or saved.
     index: int
     start: int
     stop: int
@@ -39,6 +41,7 @@ class OwnedTensor:
 class Partition(abc.ABC):
     """One way to divide the parameters of `table` among the ranks of `collectives`."""
 
+    # As the user writes it in `partition=`.
     name: str
 
     def __init__(self, table: ParamTable, collectives: Collectives) -> None:

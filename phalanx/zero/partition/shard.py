@@ -107,6 +107,8 @@ class Shard:
         self.device = self.params[0].device
         self.shard_numel = shard_numel(bucket.numel, collectives.world)
         self._rank = collectives.rank
+        # The bucket's memory where parameters live in it, padded so that all shards have the same size. None where they live
+        # in memory of their own; the buffers of `gathering` then stand for it while a gather is under way.
         self.flat: torch.Tensor | None = None
         if allocate is not None:
             self.flat = allocate(self.shard_numel * collectives.world, bucket.dtype, self.device)
@@ -132,6 +134,7 @@ class Shard:
 
     def is_due(self) -> bool:
         """Whether this bucket takes part in a step. The same on all ranks, which must gather alike."""
+        # Not by the gradients alone: they may differ between ranks, for example for a rank that has joined.
         return any(param.requires_grad or param.grad is not None for param in self.params)
 
     def refresh(self) -> None:
@@ -139,12 +142,14 @@ class Shard:
         if self._versions is not None:
             self._refuse_writes(self._versions)
         moved = [storage for storage in self.storages.values() if storage.refresh()]
+        # `flat` is another tensor then, while the slices' tensors still look at the old memory.
         if moved:
             for live in self.slices:
                 if live.storage in moved:
                     live.rebind()
             self._copies = [storage for storage in self.storages.values() if storage.is_copy]
             self._remember_copies()
+        # Only owned elements. What an edge holds of other ranks' elements is stepped along and never read.
         for edge in self._edges:
             edge.load()
 
@@ -167,6 +172,7 @@ class Shard:
         latest: ParameterStorage | None = None
         flat: torch.Tensor | None = None
         for live in self.slices:
+            # Once per parameter, not per slice: a gradient with other strides than the parameter's is copied.
             if live.storage is not latest:
                 latest = live.storage
                 flat = _flat_gradient(latest)
@@ -193,6 +199,7 @@ class Shard:
         flat = self.flat
         if flat is None:
             assert scratch is not None, "parameters in their own memory travel through scratch memory"
+            # Only the own shard is packed: the gather fills in the rest.
             flat = scratch
             for offset, source in self._outgoing:
                 flat[offset : offset + source.numel()].copy_(source)
@@ -203,6 +210,7 @@ class Shard:
         if scratch is not None:
             for offset, target in self._incoming:
                 target.copy_(scratch[offset : offset + target.numel()])
+        # Last: the dense copy must hold all shards before the parameter gets it.
         for storage in self._copies:
             storage.publish()
 
@@ -212,6 +220,7 @@ class Shard:
         self._incoming: list[tuple[int, torch.Tensor]] = []
         if self.flat is not None:
             return
+        # The own part goes out; what lies before and after it in the bucket comes in. These views are kept between steps.
         low, high = self.own_shard.start, self.own_shard.stop
         for param, storage in self.storages.items():
             first = self.offset_of[param]

@@ -19,6 +19,7 @@ from ...plan import ParamSpec
 
 def flatten(tensor: torch.Tensor, spec: ParamSpec) -> torch.Tensor:
     """The elements of a tensor of the spec's shape in the order of the spec's strides: a view where possible."""
+    # Strides of at most one element mean nothing, and torch sets them freely.
     if tensor.stride() != spec.stride and tensor.numel() > 1:
         dense = torch.empty_strided(spec.shape, spec.stride, dtype=tensor.dtype, device=tensor.device)
         tensor = dense.copy_(tensor)
@@ -52,6 +53,7 @@ class ParameterStorage:
             )
         if self._memory is not None:
             view = unflatten(self._memory, self.spec)
+            # What the parameter holds now is taken along: users load weights by giving it other memory.
             if data.data_ptr() != view.data_ptr() or data.stride() != view.stride():
                 view.copy_(data)
                 self.param.data = view
@@ -59,6 +61,7 @@ class ParameterStorage:
         elif data.stride() == self.spec.stride or data.numel() <= 1:
             self.flat = data.as_strided((self.spec.numel,), (1,))
         else:
+            # Filled by `refresh` before each use. The parameter's own memory stays its users' to look at.
             self.is_copy = True
             self.flat = torch.empty(self.spec.numel, dtype=data.dtype, device=data.device)
         self._address = self.param.data_ptr()
@@ -66,12 +69,14 @@ class ParameterStorage:
     @property
     def has_moved(self) -> bool:
         """Whether the parameter has been given other memory."""
+        # By address: other values in the same memory need no notice, `flat` shows them.
         return self.param.data_ptr() != self._address
 
     def refresh(self) -> bool:
         """Make `flat` hold the parameter's values now; true if it is another tensor than before."""
         moved = self.has_moved
         if moved:
+            # The new memory may be dense where the old one was not.
             self.is_copy = False
             self._settle()
         if self.is_copy:

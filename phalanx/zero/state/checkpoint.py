@@ -30,6 +30,7 @@ from .sharded_optimizer import ShardedOptimizer
 from .tree import Leaf, Tree, describe, leaves_of, rebuild
 
 _LAYOUT = "layout"
+# A new number whenever an older version would misread what is written.
 _FORMAT = "phalanx.zero/1"
 
 
@@ -43,7 +44,9 @@ class ShardedLeaf(torch.Tensor):
 
     @staticmethod
     def __new__(cls, numel: int, dtype: torch.dtype, extents: Sequence[Extent]) -> ShardedLeaf:
+        # Without memory: it only tells torch.distributed.checkpoint of a tensor that exists in parts, on several ranks.
         made: ShardedLeaf = torch.Tensor._make_wrapper_subclass(cls, (numel,), dtype=dtype)
+        # An extent without elements is nothing to write, and would share its offset, its name, with the next one.
         made.extents = [extent for extent in extents if extent.values.numel()]
         return made
 
@@ -55,6 +58,7 @@ class ShardedLeaf(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        # Any result would be that of a part, taken for the whole.
         raise StateError(
             f"{func} was called on a part of a sharded state, which only torch.distributed.checkpoint can read. Use "
             "consolidate_state_dict() and state_dict() for whole tensors."
@@ -64,6 +68,7 @@ class ShardedLeaf(torch.Tensor):
         return [
             WriteItem(
                 index=MetadataIndex(fqn, chunk.offsets),
+                # SHARD: chunks of all ranks make up one tensor. TENSOR would be saved from one rank alone.
                 type=WriteItemType.SHARD,
                 tensor_data=TensorWriteData(chunk, TensorProperties(dtype=self.dtype), self.size()),
             )
@@ -96,6 +101,7 @@ def save_form(sharded: ShardedOptimizer, groups: Sequence[Mapping[str, Any]]) ->
         "groups": [_described_options(group, number) for number, group in enumerate(groups)],
         "states": {str(index): tree for index, tree in trees.items()},
     }
+    # The same on every rank; torch.distributed.checkpoint writes a plain tensor that all have once.
     text = json.dumps(layout).encode()
     return {_LAYOUT: torch.frombuffer(bytearray(text), dtype=torch.uint8), **_leaves(sharded, trees, live)}
 
@@ -105,6 +111,7 @@ def _said(spec: ParamSpec) -> dict[str, Any]:
 
 
 def _described_options(group: Mapping[str, Any], number: int) -> dict[str, Any]:
+    # Parameters are known by number, not by what the options say of them.
     options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
     tree, leaves = describe(options, torch.empty(0), f"group {number}")
     if leaves:
@@ -118,6 +125,7 @@ def _leaves(sharded: ShardedOptimizer, trees: Mapping[int, Tree], local: LocalSt
     for index, tree in trees.items():
         for leaf in leaves_of(tree):
             numel = _numel(leaf, sharded.table.specs[index])
+            # The same keys on every rank, also where it holds no element: loading is a collective over them.
             if numel:
                 found[_key(index, leaf)] = ShardedLeaf(numel, leaf.dtype, local.extents.get((index, leaf.path), ()))
     return found
@@ -149,10 +157,13 @@ class CheckpointLoad:
 
     def run(self, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Load the state into the optimizer; returns the options of groups. Raises before anything has changed."""
+        # First and by itself: only the layout says how large everything else is.
         layout = self._layout()
         table = self._sharded.table
         self._check(layout, groups)
         trees = {int(index): tree for index, tree in layout["states"].items()}
+        # New memory beside the state in use, which is replaced only after everything has been read: a checkpoint that turns
+        # out to be damaged leaves the optimizer as it was.
         local = self._sharded.blank(trees)
         wanted = _leaves(self._sharded, trees, local)
         for index, tree in trees.items():
@@ -182,11 +193,13 @@ class CheckpointLoad:
         return layout
 
     def _load(self, wanted: Mapping[str, torch.Tensor]) -> None:
+        # Torch joins the keys of nested dicts with dots, and reads them back only in the same nesting.
         nested: dict[str, Any] = dict(wanted)
         for key in reversed(self._prefix):
             nested = {key: nested}
         try:
             dcp.load(nested, storage_reader=self._reader, process_group=self._sharded.collectives.group)
+        # Raised on every rank when one of them fails, so that all refuse together.
         except CheckpointException as error:
             reasons = "; ".join(f"rank {rank}: {reason[0]!r}" for rank, reason in error.failures.items())
             raise StateError(f"{self._where} is truncated or damaged: {reasons}.") from error
@@ -199,6 +212,7 @@ class CheckpointLoad:
                 f"{self._where} has groups of {sizes} parameters, the optimizer of {[len(g['params']) for g in groups]}. "
                 "Make the optimizer with the groups that were saved."
             )
+        # Strides too: leaves are saved in the order of the parameter's memory.
         for spec, name, saved in zip(table.specs, table.names, layout["params"], strict=True):
             if [list(spec.shape), list(spec.stride)] != [saved["shape"], saved["stride"]]:
                 raise StateError(

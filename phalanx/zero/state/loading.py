@@ -49,6 +49,7 @@ def check_states(
     keys = state_keys(optimizer_class)
     seen: dict[int, tuple[str, set[str]]] = {}
     for param, state in states.items():
+        # Torch has replaced numbers by parameters, as far as it has parameters for them.
         if not isinstance(param, torch.Tensor) or param not in table.index_of:
             raise StateError(
                 f"the state has an entry for parameter {param!r}, but the optimizer has only "
@@ -60,8 +61,10 @@ def check_states(
             raise StateError(f"{name}: its state must be a dict, got {type(state).__name__}.")
         if keys is not None:
             check_keys(set(state), keys, name, optimizer_class.__name__)
+        # Of a class not known here nothing is known about its state, unless it declared that it acts element by element.
         if elementwise or keys is not None:
             _check_shapes(state, table.specs[index], name)
+            # What is optional depends on options, which are those of the group: its parameters have the same keys.
             group, mine = table.group_of[index], set(state)
             first, expected = seen.setdefault(group, (name, mine)) if mine else (name, mine)
             if mine != expected:
@@ -77,6 +80,7 @@ def _listed(keys: set[str]) -> str:
 
 def check_keys(got: set[str], keys: StateKeys, name: str, class_name: str) -> None:
     """Raise unless these are the keys of a state of the class, or there is no state."""
+    # No state at all is right for a parameter that has never had a gradient.
     missing = keys.required - got if got else set()
     foreign = got - keys.required - keys.optional
     if missing or foreign:
@@ -89,6 +93,7 @@ def check_keys(got: set[str], keys: StateKeys, name: str, class_name: str) -> No
 
 def _check_shapes(state: Mapping[str, Any], spec: ParamSpec, name: str) -> None:
     for key, value in state.items():
+        # Cut with the parameter, a tensor of another shape would be cut in the wrong places, without notice.
         if isinstance(value, torch.Tensor) and value.dim() and tuple(value.shape) != spec.shape:
             raise StateError(
                 f"{name}: its state '{key}' has shape {tuple(value.shape)}, the parameter {spec.shape}. "
@@ -99,6 +104,7 @@ def _check_shapes(state: Mapping[str, Any], spec: ParamSpec, name: str) -> None:
 def install(sharded: ShardedOptimizer, states: Mapping[torch.Tensor, Any]) -> None:
     """Make `states`, by parameter and whole, the optimizer's state: this rank keeps its own part."""
     table = sharded.table
+    # All of it is described before anything is replaced: `describe` refuses what cannot be part of a state.
     found: dict[int, tuple[Any, dict[str, torch.Tensor]]] = {}
     for param, state in states.items():
         index = table.index_of[param]
@@ -107,6 +113,7 @@ def install(sharded: ShardedOptimizer, states: Mapping[torch.Tensor, Any]) -> No
     for (index, path), _ in local.extents.items():
         values = found[index][1][path]
         spec = table.specs[index]
+        # In the order of the parameter's memory, in which everything is cut. What this rank does not own is left out below.
         flat = flatten(values, spec) if tuple(values.shape) == spec.shape else values.reshape(-1)
         local.write(index, path, 0, flat.numel(), flat)
     sharded.set_state(local)

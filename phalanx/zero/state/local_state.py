@@ -35,6 +35,7 @@ class Extent:
 class LocalState:
     """`trees` by parameter; `extents` by parameter and path, in order; `states` by position in `owned`."""
 
+    # `states` stays empty for `live`: there the optimizer itself has them.
     owned: Sequence[OwnedTensor]
     trees: dict[int, Tree] = field(default_factory=dict)
     extents: dict[tuple[int, str], list[Extent]] = field(default_factory=dict)
@@ -47,11 +48,14 @@ class LocalState:
         """What `state` holds for the tensors of `owned`."""
         local = cls(owned)
         for one in owned:
+            # Parameters that have never had a gradient have none.
             if one.key not in state:
                 continue
             tree, leaves = describe(state[one.key], one.key, names[one.index])
+            # Slices of one parameter are stepped together, so the texts of their states are equal, step counters included.
             local.trees.setdefault(one.index, tree)
             for path, values in leaves.items():
+                # Of the slice's shape: to be cut with the parameter. Anything else belongs to the parameter as a whole.
                 elementwise = values.shape == one.key.shape
                 local._add(one, path, _dense(values, one) if elementwise else values.contiguous(), elementwise)
         return local
@@ -78,15 +82,18 @@ class LocalState:
         self.states[position] = rebuild(self.trees[one.index], device, leaf)
 
     def _add(self, one: OwnedTensor, path: str, values: torch.Tensor, elementwise: bool) -> None:
+        # Dense, whatever its strides are: `_dense` and `_make` have seen to that.
         flat = values.as_strided((values.numel(),), (1,))
         start = 0
         if elementwise:
+            # Without the elements of an edge that another rank owns: here they are not up to date.
             flat = flat[one.start - one.begin : one.stop - one.begin]
             start = one.start
         self.extents.setdefault((one.index, path), []).append(Extent(start, flat))
 
     def read(self, index: int, path: str, start: int, stop: int, out: torch.Tensor) -> None:
         """Copy elements [start, stop) of a leaf, all of them held here, into `out`."""
+        # A range may lie in several slices: they are cut to the size of the cache, not by what is sent.
         for extent in self.extents[index, path]:
             low, high = max(start, extent.start), min(stop, extent.stop)
             if low < high:
@@ -94,6 +101,7 @@ class LocalState:
 
     def write(self, index: int, path: str, start: int, stop: int, values: torch.Tensor) -> None:
         """Copy `values`, elements [start, stop) of a leaf, to wherever this rank holds them."""
+        # Whoever writes need not know who holds what: the rest belongs to other ranks.
         for extent in self.extents.get((index, path), ()):
             low, high = max(start, extent.start), min(stop, extent.stop)
             if low < high:
@@ -109,6 +117,7 @@ class LocalState:
 def _dense(values: torch.Tensor, one: OwnedTensor) -> torch.Tensor:
     if values.stride() == one.stride or values.numel() <= 1:
         return values
+    # A copy, where an optimizer made state with other strides. To be read only: nobody writes it back.
     dense = torch.empty_strided(one.shape, one.stride, dtype=values.dtype, device=values.device)
     return dense.copy_(values)
 

@@ -42,6 +42,7 @@ class ShardedOptimizer:
         self.placement = placement
         self.collectives = collectives
         self.table = ParamTable.of(groups)
+        # Replaced by `overlap` once there is a wrapper: then buckets are those that the wrapper reduces.
         self.make_plans: MakePlans = _plans_alone
         self.partition = self._make_partition(self.table)
         self.local = LocalOptimizer(optimizer_class, defaults, groups, self.partition.params_by_group())
@@ -69,6 +70,7 @@ class ShardedOptimizer:
 
     def repartition(self) -> None:
         """Make the partition anew and move the state there. Every rank calls it at the same point; nothing is lost."""
+        # Making it may move parameters into other memory; their values, and the state of the old partition, stay.
         self._move(self.table, self._make_partition(self.table))
 
     def _move(self, table: ParamTable, new: Partition) -> None:
@@ -80,6 +82,7 @@ class ShardedOptimizer:
         # Parameters that are new have no state to move, whoever is said to have owned them.
         transfer = StateTransfer(trees, table.specs, before + after[len(before) :], after, self.collectives)
         transfer.run(live, moved, _devices(table))
+        # Only now, when all has arrived: a rank that fails on the way leaves the others with a whole optimizer.
         self.table, self.partition = table, new
         self.local.use_params(new.params_by_group())
         moved.install(self.optim.state)
@@ -94,7 +97,9 @@ class ShardedOptimizer:
     def collect(self, to: int) -> dict[int, Any] | None:
         """Every parameter's state, whole, in CPU memory of rank `to`; None elsewhere. Every rank calls it."""
         live, trees = self.described()
+        # The other ranks make no memory. They still know the whole schedule, and take part in every round of it.
         mine = trees if self.collectives.rank == to else {}
+        # In CPU memory: the whole state may be more than an accelerator has, which is why it was sharded.
         target = LocalState.blank(whole(self.table.specs), mine, torch.device("cpu"))
         everything = tuple((OwnedRange(0, spec.numel, to),) for spec in self.table.specs)
         transfer = StateTransfer(trees, self.table.specs, self.partition.ownership, everything, self.collectives)

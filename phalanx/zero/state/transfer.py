@@ -46,7 +46,9 @@ class LeafMove:
 
 def exchange_texts(text: str, device: torch.device, collectives: Collectives, where: str) -> list[str]:
     """Every rank's text, on every rank."""
+    # Never empty: torch makes no tensor from no bytes.
     mine = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8).to(device)
+    # Sizes first, because a gather takes as much from every rank: shorter texts are padded to the longest.
     sizes = torch.zeros(collectives.world, dtype=torch.int64, device=device)
     collectives.wait(collectives.all_gather(sizes, torch.tensor([mine.numel()], device=device)), where)
     longest = int(sizes.max().item())
@@ -64,6 +66,7 @@ def merge_trees(mine: Mapping[int, Tree], device: torch.device, collectives: Col
     merged: dict[int, Tree] = {}
     for said in exchange_texts(text, device, collectives, "exchanging what the state looks like"):
         for index, tree in json.loads(said).items():
+            # Keys of JSON are texts. Several owners of one parameter say the same about it; the first is heard.
             merged.setdefault(int(index), tree)
     return dict(sorted(merged.items()))
 
@@ -83,6 +86,7 @@ class StateTransfer:
         self._moves: dict[int, list[Move]] = {}
         for move in reslice(old, new):
             self._moves.setdefault(move.param, []).append(move)
+        # By dtype and device, because a message has one of each. In the same order on every rank: it says what is where.
         self._leaf_moves: dict[tuple[torch.dtype, str], list[LeafMove]] = {}
         for index, tree in trees.items():
             for leaf in leaves_of(tree):
@@ -90,6 +94,7 @@ class StateTransfer:
                 if leaf.shape is None:
                     alike += [LeafMove(index, leaf.path, m.start, m.stop, m.source, m.target) for m in self._moves[index]]
                 else:
+                    # It cannot be cut, so it goes whole, from the first owner to the new first owner.
                     first, numel = self._moves[index][0], prod(leaf.shape)
                     alike.append(LeafMove(index, leaf.path, 0, numel, first.source, first.target))
 
@@ -111,6 +116,7 @@ class StateTransfer:
     ) -> None:
         for move in moves:
             if move.source == move.target == self._collectives.rank:
+                # Through memory of bounded size, like what is sent: a leaf may be cut otherwise on the two sides.
                 for part in move.split(_MESSAGE_NUMEL):
                     values = torch.empty(part.numel, dtype=dtype, device=device)
                     source.read(part.index, part.path, part.start, part.stop, values)
@@ -125,6 +131,7 @@ class StateTransfer:
         device: torch.device,
     ) -> None:
         numel = max(sum(move.numel for move in moves) for moves in sends)
+        # A gather in place of sends: every backend has it, and a rank with nothing to send takes part with zeros.
         message = torch.zeros(numel, dtype=dtype, device=device)
         for at, move in _placed(sends[self._collectives.rank]):
             source.read(move.index, move.path, move.start, move.stop, message[at : at + move.numel])
@@ -146,6 +153,7 @@ def _placed(moves: Sequence[LeafMove]) -> Iterator[tuple[int, LeafMove]]:
 
 def _rounds(moves: Sequence[LeafMove], world: int) -> Iterator[list[list[LeafMove]]]:
     """What each rank sends in each round: as much as fits into a message, in the order of the moves."""
+    # One queue per sender, emptied in step: all messages of a round have the length of the longest.
     queues: list[deque[LeafMove]] = [deque() for _ in range(world)]
     for move in moves:
         queues[move.source].extend(move.split(_MESSAGE_NUMEL))

@@ -41,6 +41,7 @@ def describe(state: Any, like: torch.Tensor, what: str) -> tuple[Tree, dict[str,
             return _encode_tensor(value, path, like, leaves)
         if value is None or isinstance(value, (bool, int, float, str)):
             return {"plain": value}
+        # Other keys would become texts in JSON, and come back as such.
         if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
             return {"dict": {key: encode(item, _join(path, key)) for key, item in value.items()}}
         if isinstance(value, (list, tuple)):
@@ -60,12 +61,16 @@ def _join(path: str, key: str) -> str:
 
 def _encode_tensor(value: torch.Tensor, path: str, like: torch.Tensor, leaves: dict[str, torch.Tensor]) -> Tree:
     dtype = _name(value.dtype)
+    # In the text, exactly: JSON keeps a double as it is, and NaN and infinity as Python writes them. It costs a wait for the
+    # device, but only when a state is moved or saved.
     if not value.dim():
         number: Any = value.item()
         if isinstance(number, complex):
             number = [number.real, number.imag]
+        # Step counters are often on the CPU whatever the parameter's device; where they were, they must be again.
         return {"value": number, "dtype": dtype, "at": "param" if value.device == like.device != _CPU else "cpu"}
     leaves[path] = value
+    # Relative to the tensor it belongs to, so that one text describes the state of a slice and of the whole parameter.
     return {"leaf": path, "dtype": dtype, "shape": None if value.shape == like.shape else list(value.shape)}
 
 
@@ -89,6 +94,7 @@ def rebuild(tree: Tree, device: torch.device, leaf: Callable[[Leaf], torch.Tenso
     if "leaf" in tree:
         return leaf(_leaf(tree))
     value = complex(*tree["value"]) if isinstance(tree["value"], list) else tree["value"]
+    # Not the saved device: a checkpoint may be loaded where there is another one.
     at = device if tree["at"] == "param" else _CPU
     return torch.tensor(value, dtype=getattr(torch, tree["dtype"]), device=at)
 
