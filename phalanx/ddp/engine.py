@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from types import FrameType
+from typing import Any
 
 import torch
 from torch.autograd import Variable
+from torch.autograd.function import BackwardCFunction
 
 # The id of the running backward pass, -1 outside. Private, but the only way to tell one pass from another;
 # tests/ddp/test_torch_internals.py notices if it moves.
@@ -37,3 +41,43 @@ class BackwardEnd:
     def queue(self) -> None:
         """Have it called at the end of the pass that runs now (a nested one, if it is one)."""
         Variable._execution_engine.queue_callback(self)
+
+
+# Frames of torch that are on the stack while the engine runs; tests/ddp/test_torch_internals.py notices if they move.
+_ENGINE = torch.autograd.graph._engine_run_backward.__code__
+_FUNCTION = BackwardCFunction.apply.__code__
+_BACKWARD, _GRAD = torch.autograd.backward.__code__, torch.autograd.grad.__code__
+
+
+def accumulates() -> bool:
+    """Whether the running pass is one of `backward()`, for all leaves; not of `autograd.grad`, nor for chosen inputs."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code not in (_BACKWARD, _GRAD):
+        frame = frame.f_back
+    return frame is not None and frame.f_code is _BACKWARD and frame.f_locals.get("inputs") is None
+
+
+def enclosing_function() -> Any:
+    """Of a pass that was started inside another: the node of the outermost pass that did so. None of an outermost one."""
+    node, num_passes = None, 0
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _FUNCTION:
+            node = frame.f_locals["self"]
+        num_passes += frame.f_code is _ENGINE
+        frame = frame.f_back
+    return node if num_passes > 1 else None
+
+
+def call_in_enclosing(node: Any, callback: Callable[[], Any]) -> None:
+    """Call `callback` once in the pass that runs `node` now, as soon as it goes on to one of the nodes that follow."""
+    handles: list[Any] = []
+
+    def once(_grads: Any) -> None:
+        if handles:
+            for handle in handles:
+                handle.remove()
+            handles.clear()
+            callback()
+
+    handles += [following.register_prehook(once) for following, _ in node.next_functions if following is not None]

@@ -213,7 +213,8 @@ class Place(Value):
 
     def run(self, job: Any) -> Run:
         params = [p for p in job.model.parameters() if p.requires_grad]
-        chance = torch.Generator().manual_seed(77 + job.rank)
+        # The same on all ranks: what no rank uses stays as it is, and a step must not make replicas differ.
+        chance = torch.Generator().manual_seed(77)
         flat = {p.dtype: torch.zeros(sum(q.numel() for q in params), dtype=p.dtype) for p in params}
         at = 0
         for p in params:

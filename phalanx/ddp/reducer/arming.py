@@ -9,23 +9,23 @@ object, a penalty with a backward of its own) is reduced all the same.
     reached none                                            if a forward has run whose backward has not come yet
     reached none, and every forward has had its backward    not: it went around the wrapper
 
+A `backward()` that reached an output to be reduced and brought gradient to no parameter at all is reduced as well, unless
+all parameters are frozen: other ranks may have used some.
+
 Outputs are watched only to *note* the pass: a parameter may be met first inside a nested backward (reentrant
 checkpointing), from where the outermost one cannot be reached any more. Must not know of buckets.
 """
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from types import FrameType
+from functools import partial
 from typing import Any, Protocol
 
-import torch
-
-from ..engine import BackwardEnd
+from ..engine import BackwardEnd, accumulates, call_in_enclosing, enclosing_function
 from ..structure import Watched
 
 # Forwards that wait for their backward. A loop that evaluates without torch.no_grad() must not make it grow.
@@ -104,9 +104,12 @@ class Arming:
 
     @property
     def is_owed(self) -> bool:
-        """Whether the pass that ends has brought gradient before it reached an output that asks for a reduction."""
+        """Whether the pass that ends is to be reduced though no gradient has begun it.
+
+        It came before an output that asks for a reduction was reached; or there was none, and other ranks may have some.
+        """
         ending = self._ending()
-        return ending is not None and ending.forward.reduces and ending.has_gradients
+        return ending is not None and ending.forward.reduces and (ending.has_gradients or accumulates())
 
     def note(self, listener: PassListener, forward: Forward) -> Ending:
         """A pass has reached an output of `forward`, or one of our parameters."""
@@ -133,23 +136,22 @@ class Arming:
             waiting = [forward for forward in self._waiting if forward.waits]
             if not waiting or not waiting[-1].reduces:
                 return False
-            self.note(listener, waiting[-1])
-            # The rest of the outermost pass comes as passes of their own, which this forward has to arm as well. Means
-            # are linear: what they add up to is right.
-            waiting[-1].waits = _is_nested()
+            waiting[-1].waits = False
+            self._note_outermost(listener, waiting[-1])
         self._had_backward = True
         return True
 
 
+    def _note_outermost(self, listener: PassListener, forward: Forward) -> None:
+        """Note a pass of which no output was seen, from one of its parameters."""
+        node = enclosing_function()
+        if node is None:
+            self.note(listener, forward)
+            return
+        # The pass that runs here is a nested one, and ends too early. The one around it goes on to another node.
+        call_in_enclosing(node, partial(self.note, listener, forward))
+        BackwardEnd(_none, listener.backward_raised).queue()
+
+
 def _none() -> None:
     """No pass is under way."""
-
-
-def _is_nested() -> bool:
-    """Whether the running backward was started inside another one."""
-    inner = 0
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        inner += frame.f_code is torch.autograd.graph._engine_run_backward.__code__
-        frame = frame.f_back
-    return inner > 1

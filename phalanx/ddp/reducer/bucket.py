@@ -394,15 +394,18 @@ class DenseBucket(Bucket):
                 # The gradient was in low precision while the parameter was; the parameter is not any more.
                 self._give_new(place)
 
-    def give_markers(self, wanted: Sequence[int] | None, markers: Sequence[torch.Tensor]) -> None:
-        """As `give`, where each rank keeps its own slice of the mean elsewhere: markers stand for the gradients."""
+    def mark_scattered(self) -> None:
+        """The mean is kept elsewhere, each rank's slice on that rank. `.grad` stays None: more may come late."""
         self.stage = Stage.GIVEN
-        for place, (param, marker) in enumerate(zip(self.params, markers, strict=True)):
-            if wanted is not None and not wanted[place]:
-                self._give_back(place)
+        slot.scatter(self.states)
+
+    def give_markers(self, wanted: Sequence[int], markers: Sequence[torch.Tensor]) -> None:
+        """At the end of a pass whose means are elsewhere: markers stand for them in `.grad`."""
+        for place, marker in enumerate(markers):
+            if wanted[place]:
+                self.params[place].grad = marker
             else:
-                param.grad = marker
-                slot.give(self.states, place, SCATTERED)
+                self._give_back(place)
         self._owners = [None] * len(self.slots)
         self._kept.clear()
 
@@ -424,7 +427,8 @@ class DenseBucket(Bucket):
             self.params[place].grad = self.memory.show(place)
         else:
             self.params[place].grad = self._owners[place]
-        slot.give(self.states, place, VIEWED if place in self._kept else COPIED)
+        if self.states[place] != SCATTERED:
+            slot.give(self.states, place, VIEWED if place in self._kept else COPIED)
 
     def abandon(self) -> None:
         for place, owner in enumerate(self._owners):

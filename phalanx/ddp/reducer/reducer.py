@@ -220,7 +220,9 @@ class Reducer:
 
     def _recover(self) -> None:
         """After a pass that raised: bring all ranks to the same point."""
-        if self.state is FAILED and current_backward() == -1:
+        if self.state >= OBSERVING and current_backward() == -1:
+            self._fail()  # outside of backward, so the pass cannot have ended as it should
+        if self.state is FAILED:
             try:
                 give_up(self)
             finally:
@@ -345,8 +347,9 @@ class Reducer:
     def backward_ended(self) -> None:
         """Runs when the whole backward pass has ended; returns with every gradient averaged."""
         if self.state < OBSERVING:
-            if not self._arming.is_owed:
-                return  # nobody's gradient has changed, as in torch.autograd.grad, or none is to be reduced
+            if not self._arming.is_owed or not any(param.requires_grad for param in self.params):
+                return  # as after torch.autograd.grad, or a backward through a model that is frozen for it
+            self._recover()
             self._open(joined=False)
         for listener in self.listeners:
             listener.backward_ended()

@@ -185,7 +185,7 @@ def find_late(reducer: Reducer) -> None:
     for bucket in reducer.buckets:
         if bucket.stage is not Stage.FILLING:
             for place, param in enumerate(bucket.params):
-                if param.grad is not None:
+                if param.grad is not None and bucket.states[place] in slot.TAKEN_OUT:
                     slot.arrive(bucket.states, place)
 
 

@@ -14,7 +14,7 @@ mean(first) + mean(late). No gradient is ever in a user's hands while the transp
     COPIED      the mean, in the owner's tensor    free                           the next pass -> ABSENT;
     VIEWED      the mean, a view of the body       the mean                       a backward that is not reduced -> HELD
     LOANED      the mean, the body's own memory    lent out                       (in the same pass: arrive -> LATE)
-    SCATTERED   a marker (see zero/overlap)        this rank's slice of the mean
+    SCATTERED   None, after the pass a marker      this rank's slice of the mean
     LATE        what came after packing, only      as before                      pack (not launched yet) -> TAKEN;
                                                                                   reduce (as a bucket of its own) -> REDUCED
 
@@ -49,6 +49,8 @@ ABSENT, HELD, LOCAL, TAKEN, IN_FLIGHT, REDUCED, LATE, COPIED, VIEWED, LOANED, SC
 
 # What autograd adds to a slot in one of these states lies apart from what the bucket holds.
 GONE = frozenset({TAKEN, IN_FLIGHT, REDUCED, LATE, COPIED, VIEWED, LOANED, SCATTERED})
+# `.grad` is None in these, unless something has come late.
+TAKEN_OUT = frozenset({TAKEN, IN_FLIGHT, REDUCED, SCATTERED})
 GIVEN = frozenset({COPIED, VIEWED, LOANED, SCATTERED})
 
 _IMPOSSIBLE = 255
@@ -66,6 +68,7 @@ _OPEN = _transition({ABSENT: ABSENT, HELD: HELD} | dict.fromkeys(GIVEN, ABSENT))
 _PACK_LOCAL = _transition({LOCAL: TAKEN, TAKEN: TAKEN})
 _LAUNCH = _transition({TAKEN: IN_FLIGHT})
 _REDUCE = _transition({IN_FLIGHT: REDUCED, LATE: LATE})
+_SCATTER = _transition({REDUCED: SCATTERED})
 _JOIN_LATE = _transition({REDUCED: REDUCED, LATE: REDUCED, SCATTERED: REDUCED})
 _ABANDON = _transition(dict.fromkeys(SlotState, ABSENT))
 
@@ -110,6 +113,11 @@ def give(states: bytearray, place: int, how: SlotState) -> None:
     """The mean is the gradient now, in one of four ways; or what was there before is, where no rank used it."""
     assert states[place] == REDUCED and how in GIVEN, f"slot {place} is given while {SlotState(states[place]).name}"
     states[place] = how
+
+
+def scatter(states: bytearray) -> None:
+    """Each rank has taken its slice of the mean away; `.grad` becomes a marker when the pass has ended."""
+    _move(states, _SCATTER, "scatter")
 
 
 def open_pass(states: bytearray) -> None:

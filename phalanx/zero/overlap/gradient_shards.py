@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ...ddp.reducer.bucket import DenseBucket
+from ...ddp.reducer.bucket import Bucket, DenseBucket
 from ...errors import ReductionError
 from ..partition.shard import LiveSlice, Shard
 from ..state.sharded_optimizer import ShardedOptimizer
@@ -43,6 +43,8 @@ class GradientShards:
         self._numbers = [[index_of[param] for param in bucket.params] for bucket in buckets]
         trained = [number for numbers in self._numbers for number in numbers]
         self._markers = {number: ScatteredGradient(params[number], number, self) for number in trained}
+        # By bucket, of the pass under way: which of its parameters have a mean now.
+        self._given: dict[int, list[int]] = {}
         # By parameter: the mean that the next one is added to; None for one that the user has zeroed.
         self._carried: dict[int, list[torch.Tensor] | None] = {}
 
@@ -79,6 +81,7 @@ class GradientShards:
 
     def give_up(self) -> None:
         """The pass failed: means that were to be added to its own are gradients again, and carried into the next."""
+        self._given = {}
         for number in self._carried:
             param = self._sharded.table.params[number]
             if param.grad is None:
@@ -100,7 +103,16 @@ class GradientShards:
                     gradient.zero_()
                 live.tensor.grad = gradient if given[place] else None
             self._markers[number].is_zero = False
-        bucket.give_markers(given, [self._markers[number] for number in numbers])
+        bucket.mark_scattered()
+        self._given[bucket.index] = given
+
+    def mark_given(self, buckets: Sequence[Bucket]) -> None:
+        """A pass has ended: markers stand for the means that it brought."""
+        for index, given in self._given.items():
+            bucket = buckets[index]
+            assert isinstance(bucket, DenseBucket), "only dense gradients are scattered"
+            bucket.give_markers(given, [self._markers[number] for number in self._numbers[index]])
+        self._given = {}
 
     def absorb(self) -> None:
         """After a backward that left whole means: keep the own slices, where there is memory for them, and mark the rest."""

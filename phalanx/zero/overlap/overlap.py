@@ -329,6 +329,8 @@ class Overlap(Listener):
     @torch.no_grad()
     def pass_ended(self) -> None:
         """The backward has ended everywhere: finish the update, and follow a new plan."""
+        if self.gradient_shards is not None:
+            self.gradient_shards.mark_given(self.reducer.buckets)
         if self.state is Engagement.UPDATING and isinstance(self.sharded.partition, ElementPartition):
             self.sharded.partition.gathering.finish()
             self._close()
