@@ -31,6 +31,7 @@ class Wrapped:
         self.heard: list[tuple[int, torch.Tensor]] = []
         self.broken: list[str] = []
         self._kept: list[tuple[str, torch.nn.Parameter, torch.Tensor, torch.Tensor]] = []
+        self._held: list[torch.Tensor] = []
         self._placed: list[tuple[torch.nn.Parameter, int]] = []
         if program.optimizer_first or program.mode == "in_backward":
             self.optimizer = self._make_optimizer()
@@ -148,7 +149,8 @@ class Wrapped:
         """What is still a parameter's `.grad` is about to be added to, or zeroed, as the user asked."""
         self._kept = [entry for entry in self._kept if entry[1].grad is not entry[2]]
 
-    def place(self, params: list[torch.nn.Parameter]) -> None:
+    def place(self, params: list[torch.nn.Parameter], held: list[torch.Tensor]) -> None:
+        self._held = held  # as a user does who looks for the gradients there
         # With views or in low precision a gradient moves to the wrapper's memory, as it does with torch's class.
         if not (self.program.views or self.program.mixed or self.program.delayed):
             self._placed = [(p, p.grad.data_ptr()) for p in params if p.grad is not None and p.numel()]
