@@ -19,8 +19,8 @@ from tests.fuzz.reference import Alone, advance
 # Rounding of a few operations in each dtype, relative to the largest local gradient.
 ROUNDING = {
     torch.float64: 1e-13,
-    torch.float32: 4e-6,
-    torch.complex64: 4e-6,
+    torch.float32: 2e-5,
+    torch.complex64: 2e-5,
     torch.float16: 4e-3,
     torch.bfloat16: 3e-2,
 }
@@ -36,6 +36,8 @@ def is_exact(program: Program) -> bool:
         or program.mixed is not None
         or program.mode == "compiled"  # operators are fused and reordered
         or program.delayed is not None  # summed in a buffer of their own
+        # Rows that repeat are added up in another order.
+        or any(part.kind in ("SparseWords", "Unannounced") for part in program.parts)
         or any(getattr(event, "weights", None) for event in program.events)
         or any(type(event).__name__ in ("Inner", "Join") for event in program.events)  # sums in another order
         # The norm is put together from the slices of the ranks.

@@ -314,7 +314,9 @@ class _Draw:
             return [zero or ev.Zero(), self.draw_join(step)]
         found = [zero] if zero else []
         if "place" in self.kinds and self.often(0.5):
-            found = [ev.Zero(), ev.Place(self.chance.choice(("own", "flat")))]
+            # Where nobody uses a parameter, ranks would step it with what each of them placed there.
+            unsure = self.kinds & {"unused", "experts", "freeze", "partial", "penalty"} or self.options["skip_unused"]
+            found = [ev.Zero(), ev.Place(self.chance.choice(("alike" if unsure else "own", "flat")))]
         if "no_sync" in self.kinds and self.often(0.6):
             found += [self.draw_pass(step, sync=False) for _ in range(self.chance.choice((1, 1, 2)))]
             found += self.draw_around(step) if self.often(0.3) else []

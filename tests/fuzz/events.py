@@ -207,21 +207,20 @@ class Keep(Value):
 
 @dataclass(frozen=True, repr=False)
 class Place(Value):
-    """The user puts tensors of their own into `.grad`: "own" values per rank, or zeros in one "flat" buffer."""
+    """The user puts tensors into `.grad`: values of each rank's "own", "alike" on all, or zeros in one "flat" buffer."""
 
     how: str = "own"
 
     def run(self, job: Any) -> Run:
         params = [p for p in job.model.parameters() if p.requires_grad]
-        # The same on all ranks: what no rank uses stays as it is, and a step must not make replicas differ.
-        chance = torch.Generator().manual_seed(77)
+        chance = torch.Generator().manual_seed(77 + (job.rank if self.how == "own" else 0))
         flat = {p.dtype: torch.zeros(sum(q.numel() for q in params), dtype=p.dtype) for p in params}
         at = 0
         for p in params:
             place = flat[p.dtype][at : at + p.numel()].view(p.shape)
             at += p.numel()
             p.grad = place if self.how == "flat" else torch.randn(p.shape, generator=chance).to(p.dtype)
-        job.place(params)
+        job.place(params, list(flat.values()) if self.how == "flat" else [p.grad for p in params])
         yield from ()
 
 

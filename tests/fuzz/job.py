@@ -31,7 +31,8 @@ class Wrapped:
         self.heard: list[tuple[int, torch.Tensor]] = []
         self.broken: list[str] = []
         self._kept: list[tuple[str, torch.nn.Parameter, torch.Tensor, torch.Tensor]] = []
-        self._placed: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
+        self._held: list[torch.Tensor] = []
+        self._placed: list[tuple[torch.nn.Parameter, int]] = []
         if program.optimizer_first or program.mode == "in_backward":
             self.optimizer = self._make_optimizer()
         self.ddp = self._wrap()
@@ -104,8 +105,8 @@ class Wrapped:
             if not sync:
                 stack.enter_context(self.ddp.no_sync())
             loss.backward(retain_graph=retain)
-        for param, placed in self._placed:
-            if param.grad is None or param.grad.data_ptr() != placed.data_ptr():
+        for param, address in self._placed:
+            if param.grad is None or param.grad.data_ptr() != address:
                 self.broken.append("a gradient has left the tensor that the user put it in")
                 break
         yield from ()
@@ -148,11 +149,11 @@ class Wrapped:
         """What is still a parameter's `.grad` is about to be added to, or zeroed, as the user asked."""
         self._kept = [entry for entry in self._kept if entry[1].grad is not entry[2]]
 
-    def place(self, params: list[torch.nn.Parameter]) -> None:
+    def place(self, params: list[torch.nn.Parameter], held: list[torch.Tensor]) -> None:
+        self._held = held  # as a user does who looks for the gradients there
         # With views or in low precision a gradient moves to the wrapper's memory, as it does with torch's class.
         if not (self.program.views or self.program.mixed or self.program.delayed):
-            # The tensors themselves: what nobody holds may be replaced, since nobody can tell.
-            self._placed = [(p, p.grad) for p in params if p.grad is not None and p.numel()]
+            self._placed = [(p, p.grad.data_ptr()) for p in params if p.grad is not None and p.numel()]
 
     def listen(self, number: int, param: torch.nn.Parameter, scale: bool) -> None:
         heard = self.heard  # not the job: a parameter's hooks are invisible to the garbage collector

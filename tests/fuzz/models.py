@@ -51,7 +51,7 @@ class Conv(nn.Module):
 
     def __init__(self, width: int, dtype: torch.dtype) -> None:
         super().__init__()
-        self.conv = nn.Conv2d(2, width, 3, padding=1, dtype=dtype).to(memory_format=torch.channels_last)
+        self.conv = nn.Conv2d(2, width, 3, padding=1, bias=False, dtype=dtype).to(memory_format=torch.channels_last)
         self.norm = nn.BatchNorm2d(width, dtype=dtype)
 
     def forward(self, h: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:

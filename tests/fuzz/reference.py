@@ -138,7 +138,7 @@ class Alone:
     def keep(self) -> None:
         """Only the real wrapper could change what is kept."""
 
-    def place(self, params: list[torch.nn.Parameter]) -> None:
+    def place(self, params: list[torch.nn.Parameter], held: list[torch.Tensor]) -> None:
         """Only the real wrapper could move what is placed."""
 
     def listen(self, number: int, param: torch.nn.Parameter, scale: bool) -> None:
