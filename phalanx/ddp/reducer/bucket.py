@@ -297,7 +297,7 @@ class DenseBucket(Bucket):
             grad = grad.to_dense()
         if state == LATE:
             if grad is not None:  # the body holds the first part already
-                view.add_(grad, alpha=scale) if view.dtype == grad.dtype else view.add_(grad.to(view.dtype) * scale)
+                view.add_(grad.to(view.dtype), alpha=scale)
         elif grad is None:
             view.zero_()
         else:
@@ -334,10 +334,13 @@ class DenseBucket(Bucket):
         if _is_same(grad, view):
             if scale != 1.0:
                 view.mul_(scale)
-        elif scale != 1.0:
+        elif scale != 1.0 and grad.dtype == view.dtype:
             torch.mul(grad.detach(), scale, out=view)
         else:
+            # In this order: a product is rounded to the dtype of its factors, whatever it is written to.
             view.copy_(grad)
+            if scale != 1.0:
+                view.mul_(scale)
 
     def _free_unshared(self, place: int) -> None:
         if is_unshared(self._owners, place):
