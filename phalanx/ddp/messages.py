@@ -53,3 +53,12 @@ def changed_graph(where: str, name: str, promise: str) -> ReductionError:
         f"{where}: Your training graph has changed in this iteration: parameter '{name}' got a gradient, but it "
         f"was not used in the first step and {promise} promises that this never changes. Remove {promise}."
     )
+
+
+def unequal(where: str) -> ReductionError:
+    """Some ranks' backward raised and others' did not. The tails tell all of them."""
+    return ReductionError(
+        f"{where}: the backward of some ranks raised midway, and that of others did not, so there is no mean of this step. "
+        "Look for the first error in the ranks' logs. If it is expected, catch it on every rank, or compute a loss of zero "
+        "on the ranks concerned."
+    )

@@ -40,6 +40,8 @@ class JoinedTraining(JoinHook):
     def __init__(self, ddp: DistributedDataParallel, divide_by_initial_world_size: bool) -> None:
         super().__init__()
         self._ddp = ddp
+        # Before any collective of join's own, in which a rank without a single input would meet the others' first.
+        ddp.reducer.recover()
         ddp._has_joined = True
         self._weight = None if divide_by_initial_world_size else 0.0
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias, cast
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -21,6 +21,7 @@ from . import slot
 from .state import OBSERVING
 
 if TYPE_CHECKING:
+    from .bucket import DenseBucket
     from .reducer import Reducer
 
 # One function for all parameters, bound to its arguments: a closure each would be five times the memory.
@@ -40,31 +41,39 @@ def _on_gradient(reference: Reference, index: int, param: torch.Tensor) -> None:
     if reducer is None:
         return
     bucket, place = reducer.places[index]
-    if reducer.state < OBSERVING and not reducer.begin():
-        slot.hold(bucket.states, place)
-        return
-    if reducer.state == OBSERVING:
+    run = reducer.current
+    if run is None or run.state < OBSERVING:
+        run = reducer.begin()
+        if run is None:
+            slot.hold(bucket.states, place)
+            return
+    if run.state == OBSERVING:
         reducer.observed.append(index)
     if not slot.arrive(bucket.states, place):
-        reducer.arrived_again(index, bucket)
+        reducer.arrived_again(index, bucket, run)
         return
     if reducer.is_large[index]:
-        reducer.large_arrived(index, param)
+        run.large_arrived(cast("DenseBucket", bucket), place, param)
     bucket.pending -= 1
     if not bucket.pending:
-        reducer.filled(bucket, param)
+        run.filled(bucket, param)
 
 
 @untraced
 def _on_last_gradient(reference: Reference, bucket_index: int, param: torch.Tensor) -> None:
     """The only hook of a bucket whose order of gradients is known: it waits for the last one."""
     reducer = reference()
-    if reducer is None or (reducer.state < OBSERVING and not reducer.begin()):
+    if reducer is None:
         return
+    run = reducer.current
+    if run is None or run.state < OBSERVING:
+        run = reducer.begin()
+        if run is None:
+            return
     bucket = reducer.buckets[bucket_index]
     bucket.pending -= 1
     if not bucket.pending:
-        reducer.filled(bucket, param)
+        run.filled(bucket, param)
 
 
 @untraced

@@ -17,26 +17,27 @@ from .bucket import Bucket, Stage
 from .slot import ABSENT, LATE, LOCAL
 
 if TYPE_CHECKING:
-    from .reducer import Reducer
+    from .flight import Pass
 
 
-def reduce_late_part(reducer: Reducer, bucket: Bucket) -> None:
+def reduce_late_part(run: Pass, bucket: Bucket) -> None:
     """On every rank: reduce what came late for `bucket`, perhaps on other ranks only, and add it to the mean."""
-    if bucket.stage is Stage.GIVEN and reducer.strategy.gives_for_good:
-        raise too_late(f"rank {reducer.collectives.rank}: step {reducer.step}", bucket.index, bucket.specs[0].name)
+    reducer = run.reducer
+    if bucket.stage is Stage.GIVEN and run.strategy.gives_for_good:
+        raise too_late(f"rank {run.collectives.rank}: step {reducer.step}", bucket.index, bucket.specs[0].name)
     part = reducer.make_bucket(reducer.plan.buckets[bucket.index], bucket.tail.of_late_parts(), bucket)
     # Every other slot has been taken, so that its `.grad` is None and adds nothing.
     part.states[:] = bytes(LOCAL if state == LATE else ABSENT for state in bucket.states)
-    reducer.send(part, reducer.take(part))
-    reducer.strategy.settle(part, reducer.where(bucket))
-    reducer.receive(part)
-    reducer.strategy.join_late(bucket, part)
+    run.send(part, run.take(part))
+    run.strategy.settle(part, run.where(bucket))
+    wanted = run.wanted.get(bucket.index)
+    run.receive(part)
+    run.strategy.join_late(bucket, part)
     slot.join_late(bucket.states)
     bucket.stage = Stage.REDUCED
-    if bucket.reading is not None and part.reading is not None:
-        reducer.wanted[bucket.index] = _either(bucket.reading.usage, part.reading.usage)
-    else:
-        reducer.wanted.pop(bucket.index, None)  # every rank used all of it, early or late
+    late = run.wanted.pop(bucket.index, None)
+    if wanted is not None and late is not None:
+        run.wanted[bucket.index] = _either(wanted, late)
 
 
 def _either(first: Sequence[int], late: Sequence[int]) -> list[int]:

@@ -1,9 +1,10 @@
 """The reducer: turns gradients that appear one by one into means that leave bucket by bucket.
 
 The way of a gradient: autograd accumulates it and calls the parameter's hook (`hooks`); the hook counts its bucket down; a
-full bucket is packed and launched, strictly in plan order (`_launch_ready`); when backward ends, `_flush` launches
-what never filled, `_complete` waits, judges and gives every parameter its mean.
+full bucket is packed and launched, strictly in plan order; when backward ends, what never filled is launched,
+everything is waited for, judged and given out (`flight`).
 
+This file begins and ends passes and holds what outlives them: plan, buckets, strategy, what has been learnt of the model.
 What a gradient goes through is in `slot`, what a pass goes through in `state`, what the plan goes through in `settling`,
 which backward is reduced at all in `arming`. Must not know of modules, buffers or process groups.
 """
@@ -15,7 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -26,20 +27,19 @@ from ...plan import Bucket as PlannedBucket
 from ...plan import BucketPlan
 from ..engine import current_backward
 from ..frames import untraced
-from ..messages import out_of_step, unused_everywhere
+from ..messages import unused_everywhere
 from . import slot
 from .arming import Arming, Forward
-from .bucket import Bucket, DenseBucket, Stage
-from .hooks import GradientHooks, is_final
-from .joined import give_up, shadow, unequal
-from .late import reduce_late_part
+from .bucket import Bucket, DenseBucket
+from .flight import Pass
+from .hooks import GradientHooks
+from .joined import give_up, shadow
 from .listener import Listener
-from .settling import ChooseBuckets, PlanState, Usage, find_late, fix, mark_promised, settle
-from .shares import Shares, agree_on_shares
+from .settling import ChooseBuckets, PlanState, Usage, fix, settle
 from .sparse import SparseBucket
-from .state import FAILED, FLUSHING, IDLE, OBSERVING, REDUCING, PassState
+from .state import FAILED, IDLE, OBSERVING, REDUCING, PassState
 from .strategy import AllReduce, Strategy
-from .tail import Reading, Tail, exact_ranks
+from .tail import Tail, exact_ranks
 
 
 @dataclass(slots=True)
@@ -83,15 +83,7 @@ class Reducer:
         # Of compiled models: how their buckets are chosen, and which plan their graphs are cut by.
         self.choose_buckets: ChooseBuckets | None = None
         self.cut_key = plan.hash
-        # Of the pass under way.
-        self.state: PassState = IDLE
-        self.wanted: dict[int, Sequence[int]] = {}  # by bucket, which parameters any rank used; all where it is missing
-        self.late_buckets: tuple[int, ...] = ()
-        self.next = 0  # the first bucket that has not been launched
-        self.shares = Shares()
-        self._unused_here: list[int] = []
-        # Whether a backward inside this backward is known or announced: on this rank, and on any rank, by its tails.
-        self._nests = self._nests_somewhere = False
+        self.current: Pass | None = None  # the pass under way, or the one that failed
         self.elsewhere: Callable[[Any], AbstractContextManager[None]] | None = None  # see `Forward`
         self._arming = Arming()
         self.hooks = GradientHooks(self)
@@ -104,7 +96,7 @@ class Reducer:
     def adopt(self, plan: BucketPlan) -> None:
         """Make `plan` the current one: new memory, counters at their start. Gradients are untouched."""
         self.plan = plan
-        self.state = IDLE
+        self.current = None
         held = [index for index, (bucket, place) in enumerate(self.places) if bucket.states[place] == slot.HELD]
         # The old buckets go first, so that the memory of both is never held at once.
         self.buckets, self.places = [], []
@@ -113,12 +105,14 @@ class Reducer:
             last.is_last_dense = True
         where = {each.param: (bucket, place) for bucket in self.buckets for place, each in enumerate(bucket.slots)}
         self.places = [where[index] for index in range(len(self.params))]
+        # Which gradients are packed as soon as they arrive.
         self.is_large = bytearray(isinstance(b, DenseBucket) and b.large[place] for b, place in self.places)
         for index in held:
             bucket, place = self.places[index]
             slot.hold(bucket.states, place)
         for index, repeats in enumerate(self._repeats):
             if repeats:
+                self.is_large[index] = 0
                 self._hold_back(self.places[index][0])
         self.hooks.watch_all(self.params)
         for listener in self.listeners:
@@ -189,7 +183,7 @@ class Reducer:
 
     def forward_begins(self, reduces: bool) -> Forward:
         """A forward runs whose backward is to be reduced, or not."""
-        self._recover()
+        self.recover()
         return self._arming.forward_began(reduces)
 
     def reached(self, forward: Forward) -> None:
@@ -200,134 +194,48 @@ class Reducer:
             self.elsewhere = forward.elsewhere
             self.elsewhere = self.elsewhere if self.begin() else None
 
-    def join_others(self, weight: float | None) -> None:
-        """Take part in the others' pass without gradients of this rank, which counts `weight` in the mean."""
-        self._recover()
-        before, self.weight = self.weight, weight
-        try:
-            self._open(joined=True)
-            observed = self.state is OBSERVING
-            self.state = FLUSHING
-            shadow(self, self.joined_take_means)
-        finally:
-            self.weight = before
-            self.state = IDLE
-        self.step += 1
-        if observed:
-            settle(self, self._unused_everywhere())
-        for listener in self.listeners:
-            listener.pass_ended()
-
-    def _recover(self) -> None:
+    def recover(self) -> None:
         """After a pass that raised: bring all ranks to the same point."""
         if self.state >= OBSERVING and current_backward() == -1:
             self._fail()  # outside of backward, so the pass cannot have ended as it should
-        if self.state is FAILED:
+        if self.state is FAILED and self.current is not None:
+            failed, self.current = self.current, None
             try:
-                give_up(self)
+                give_up(failed)
             finally:
-                self.state = IDLE
                 self.step += 1
 
     # -- during backward -----------------------------------------------------------------------
 
-    def begin(self) -> bool:
-        """A parameter got gradient while no pass was under way: whether one begins with it."""
+    @property
+    def state(self) -> PassState:
+        """What the pass under way is doing."""
+        return IDLE if self.current is None else self.current.state
+
+    def begin(self) -> Pass | None:
+        """A parameter got gradient while no pass was under way: the pass that begins with it, if one does."""
         if not self._arming.begin(self):
-            return False
-        self._recover()
-        self._open(joined=False)
-        return True
+            return None
+        self.recover()
+        self.current = Pass(self, joined=False, may_nest=self._arming.may_nest)
+        return self.current
 
-    def _open(self, joined: bool) -> None:
-        self.next = 0
-        self.wanted, self.late_buckets, self._unused_here = {}, (), []
-        self._nests, self._nests_somewhere = not joined and self._arming.may_nest, False
-        for bucket in self.buckets:
-            bucket.open()
-        for listener in self.listeners:
-            listener.pass_began(joined)
-        self.shares = agree_on_shares(self.plan, self.weight, self.collectives, self.params[0].device)
-        # Last: what a listener refuses has not begun.
-        self.state = REDUCING if self.settled else OBSERVING
-
-    def arrived_again(self, index: int, bucket: Bucket) -> None:
+    def arrived_again(self, index: int, bucket: Bucket, run: Pass) -> None:
         """More gradient for the same parameter in one pass: from now on its bucket waits for the end of backward."""
-        self._nests = True
+        run.arrived_again()
         if not self._repeats[index]:
             self._repeats[index] = 1
+            self.is_large[index] = 0  # packed on arrival, its second part would always be late
             self._hold_back(bucket)
 
     def _hold_back(self, bucket: Bucket) -> None:
         """Expect one gradient more than will arrive: the bucket is never full before the end of backward."""
         bucket.expected = len(bucket.slots) + 1
 
-    @torch.no_grad()
-    def large_arrived(self, index: int, param: torch.Tensor) -> None:
-        if self.state is REDUCING and self.strategy.packs_on_arrival and not self._repeats[index] and is_final(param):
-            bucket, place = self.places[index]
-            cast("DenseBucket", bucket).take_one(place, self.strategy.pack_scale * self.shares.mine)
-
     def mark_arrived(self, index: int) -> None:
         """A parameter has gradient of this pass, of which no hook has told."""
         bucket, place = self.places[index]
         slot.arrive(bucket.states, place)
-
-    def filled(self, bucket: Bucket, param: torch.Tensor) -> None:
-        for listener in self.listeners:
-            listener.bucket_full(bucket)
-        if self.state is REDUCING and is_final(param):
-            self._launch_ready()
-
-    def _launch_ready(self) -> None:
-        # Launch by index even when a later bucket fills first: ranks fill buckets in different orders,
-        # and launching as filled would add unrelated gradients together. The last bucket waits for the
-        # end of backward, because its tail says which other ones left too early.
-        while self.next < len(self.buckets) - 1 and not self.buckets[self.next].pending:
-            self._take_and_send(self.buckets[self.next])
-
-    @torch.no_grad()
-    def _take_and_send(self, bucket: Bucket) -> None:
-        self.make_way(bucket)
-        if self.plan_state is PlanState.FIXED:
-            mark_promised(self, bucket)
-        used = self.take(bucket)
-        if used is not None:
-            self._unused_here += [each.param for each, flag in zip(bucket.slots, used, strict=True) if not flag]
-        self.send(bucket, used)
-
-    def take(self, bucket: Bucket) -> list[int] | None:
-        """Pack a bucket; returns which of its parameters this rank used, None for all."""
-        scale = self.strategy.sparse_scale if bucket.sparse else self.strategy.pack_scale
-        return bucket.take(scale * self.shares.mine)
-
-    def send(self, bucket: Bucket, used: Sequence[int] | None) -> None:
-        """Launch a packed bucket, with what this rank has to say beside it."""
-        bucket.write_tail(self.step, used, self.shares.told)
-        if self._nests:
-            bucket.tail.write_nested(bucket.tail_data)
-        if bucket.index == len(self.buckets) - 1:
-            bucket.tail.write_late(bucket.tail_data, [other.index for other in self.buckets if other.is_late])
-        self.launch(bucket)
-
-    def launch(self, bucket: Bucket) -> None:
-        """Give a packed bucket, tail written, to the transport."""
-        bucket.mark_in_flight()
-        self.next = max(self.next, bucket.index + 1)
-        self.strategy.start(bucket)
-        for listener in self.listeners:
-            listener.bucket_sent(bucket)
-
-    @torch.no_grad()
-    def make_way(self, bucket: Bucket) -> None:
-        """Give out the bucket that left `lag` before this one, if the strategy has such a limit."""
-        lag = self.strategy.lag
-        if lag is not None and bucket.index >= lag:
-            oldest = self.buckets[bucket.index - lag]
-            self.receive(oldest)
-            # On every rank alike, since its tail told all of them.
-            if oldest.stage is Stage.REDUCED and not self._keep(oldest):
-                self.give(oldest)
 
     # -- end of backward -----------------------------------------------------------------------
 
@@ -337,9 +245,10 @@ class Reducer:
             self._fail()
 
     def _fail(self) -> None:
+        assert self.current is not None, "a pass fails while it is under way"
+        self.current.state = FAILED
         for bucket in self.buckets:
             bucket.abandon()
-        self.state = FAILED
         for listener in self.listeners:
             listener.pass_failed()
 
@@ -349,16 +258,18 @@ class Reducer:
         if self.state < OBSERVING:
             if not self._arming.is_owed or not any(param.requires_grad for param in self.params):
                 return  # as after torch.autograd.grad, or a backward through a model that is frozen for it
-            self._recover()
-            self._open(joined=False)
+            self.recover()
+            self.current = Pass(self, joined=False, may_nest=True)
+        run = self.current
+        assert run is not None, "a pass is under way"
         for listener in self.listeners:
             listener.backward_ended()
-        observed = self.state is OBSERVING
-        self.state = FLUSHING
         try:
             with nullcontext() if self.elsewhere is None else self.elsewhere(self):
-                self._flush()
-                self._complete()
+                run.flush()
+                if not self.settled:
+                    trim_heap()  # the only pass in which all gradients were there at once
+                run.complete()
         except BaseException as error:
             self._fail()
             if isinstance(error, PhalanxError):
@@ -366,104 +277,30 @@ class Reducer:
             raise
         finally:
             self.elsewhere = None
-        self._close(observed)
+        self.usage.record(run.unused_here)
+        self._close(run)
 
-    @torch.no_grad()
-    def _flush(self) -> None:
-        """Launch what is left."""
-        if self.plan_state is PlanState.FIXED:
-            find_late(self)
-        for bucket in self.buckets[self.next :]:
-            self._take_and_send(bucket)
-        self.settle_sparse()
-        self.usage.record(self._unused_here)
-        if not self.settled:
-            trim_heap()  # the only pass in which all gradients were there at once
+    def join_others(self, weight: float | None) -> None:
+        """Take part in the others' pass without gradients of this rank, which counts `weight` in the mean."""
+        self.recover()
+        before, self.weight = self.weight, weight
+        try:
+            self.current = Pass(self, joined=True, may_nest=False)
+            shadow(self.current, self.joined_take_means)
+        finally:
+            self.weight = before
+        self._close(self.current)
 
-    def settle_sparse(self) -> None:
-        for bucket in self.buckets:
-            if bucket.stage is Stage.IN_FLIGHT:
-                self.strategy.settle(bucket, self.where(bucket))
-
-    @torch.no_grad()
-    def _complete(self) -> None:
-        """Wait for all buckets, then give out their means: nothing is overwritten before all is known to be right."""
-        self.collect()
-        for bucket in self.buckets:
-            if bucket.stage is not Stage.GIVEN:
-                self.give(bucket)
-
-    def collect(self) -> None:
-        """Return when all means are there, and whole: with what came late for them on any rank."""
-        for bucket in self.buckets:
-            self.receive(bucket)
-        for bucket in self.buckets:
-            self._keep(bucket)
-        for index in self.late_buckets:
-            reduce_late_part(self, self.buckets[index])
-
-    def _keep(self, bucket: Bucket) -> bool:
-        """Whether a bucket that is back must not be given out yet, because gradient may still come late for it."""
-        if bucket.stage is not Stage.REDUCED or not (self._nests_somewhere and self.strategy.gives_for_good):
-            return False
-        self.strategy.keep(cast("DenseBucket", bucket))
-        return True
-
-    def receive(self, bucket: Bucket) -> None:
-        """Afterwards the bucket is back, with the mean; raises if the ranks did not belong together."""
-        if bucket.stage is not Stage.IN_FLIGHT:
-            return
-        reading = bucket.reading = self.await_reading(bucket)
-        bucket.mark_reduced()
-        if reading is None:
-            return
-        if reading.num_given_up:
-            raise unequal(self)
-        if reading.total_weight != self.collectives.world:
-            factor = self.collectives.world / reading.total_weight if reading.total_weight else 0.0
-            self.strategy.scale_mean(bucket, factor)
-        self.late_buckets = reading.late_buckets or self.late_buckets
-        self._nests_somewhere |= reading.nested
-        if not all(reading.usage):
-            self.wanted[bucket.index] = reading.usage
-
-    def await_reading(self, bucket: Bucket) -> Reading | None:
-        """Wait for a bucket in flight; returns what its tail says, None if every rank was healthy."""
-        if bucket.stage is not Stage.IN_FLIGHT:
-            return bucket.reading
-        self.strategy.finish(bucket, self.where(bucket))
-        if bucket.tail.is_healthy(bucket.tail_data, self.step):
-            return None
-        reading = bucket.tail.read(bucket.tail_data, self.step)
-        if not reading.in_step:
-            where = f"rank {self.collectives.rank}: step {self.step}, bucket {bucket.index}"
-            raise out_of_step(where, self.step, self.plan.hash, self.collectives.board, bucket.index)
-        return reading
-
-    def where(self, bucket: Bucket) -> str:
-        return f"step {self.step}, bucket {bucket.index} (first parameter '{bucket.specs[0].name}')"
-
-    def give(self, bucket: Bucket) -> None:
-        """Make the means the gradients, except of parameters that no rank used."""
-        self.strategy.give(bucket, self.wanted.get(bucket.index))
-        for listener in self.listeners:
-            listener.bucket_given(bucket)
-
-    def _close(self, observed: bool) -> None:
-        self.state = IDLE
+    def _close(self, run: Pass) -> None:
+        self.current = None
         self.step += 1
-        unused = self._unused_everywhere()
-        self._report_unused(unused)
-        if observed:
+        unused = run.unused_everywhere
+        if not run.joined:
+            self._report_unused(unused)
+        if not self.settled:
             settle(self, unused)
         for listener in self.listeners:
             listener.pass_ended()
-
-    def _unused_everywhere(self) -> list[int]:
-        unused = []
-        for index, wanted in sorted(self.wanted.items()):
-            unused += [each.param for each, ranks in zip(self.buckets[index].slots, wanted, strict=True) if not ranks]
-        return unused
 
     def _report_unused(self, unused: Sequence[int]) -> None:
         self.unused_names = [self.plan.specs[index].name for index in unused]

@@ -1,8 +1,8 @@
 """Each rank's share in the mean: Σ share·gradient / Σ share.
 
 A rank multiplies its gradients with its weight while it packs them, and the tail adds the weights up, so that the sum can be
-divided when it is back. float16 cannot hold a gradient times a number of tokens: there the ranks add up their weights
-first, by a small collective of its own at the start of each pass, and multiply with numbers near one.
+divided when it is back. float16, and a hook that may use it, cannot hold a gradient times a number of tokens: there the
+ranks add up their weights first, by a small collective at the start of each pass, and multiply with numbers near one.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import torch
 
 from ...comm.collectives import Collectives
-from ...plan import BucketPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,11 +23,11 @@ class Shares:
 
 
 def agree_on_shares(
-    plan: BucketPlan, weight: float | None, collectives: Collectives, device: torch.device
+    weight: float | None, narrow: bool, collectives: Collectives, device: torch.device
 ) -> Shares:
-    """The shares for a pass that begins. Every rank calls it at the same point."""
+    """The shares for a pass that begins; `narrow`: large numbers may not fit. Every rank calls it at the same point."""
     mine = 1.0 if weight is None else float(weight)
-    if not any(bucket.dtype is torch.float16 for bucket in plan.buckets):
+    if not narrow:
         return Shares(mine, weight)
     total = torch.tensor([mine], dtype=torch.float64, device=device)
     collectives.wait(collectives.all_reduce(total), "adding up the weights of the ranks")

@@ -35,6 +35,7 @@ class Strategy(abc.ABC):
     packs_on_arrival: bool = True
     # Whether what is given out early is used at once, so that a late part could not be added to it any more.
     gives_for_good: bool = False
+    may_narrow: bool = False  # whether it may send gradients in 16 bits, which large weights do not fit
     name: str | None = None  # of a registered hook
 
     def __init__(self, collectives: Collectives) -> None:
@@ -164,6 +165,7 @@ class HookStrategy(Strategy):
     """
 
     tail_rides = False
+    may_narrow = True
 
     def __init__(self, collectives: Collectives, state: object, hook: Hook) -> None:
         super().__init__(collectives)

@@ -1,0 +1,213 @@
+"""One pass under way: full buckets leave, come back, are judged and given out.
+
+What the pass as a whole goes through is in `state`, what each gradient goes through in `slot`. Made when the first gradient
+arrives and dropped when the last mean is given out, so that nothing of one pass is left for the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, cast
+
+import torch
+
+from ...errors import ReductionError
+from ..messages import out_of_step, unequal
+from .bucket import Bucket, DenseBucket, Stage
+from .hooks import is_final
+from .late import reduce_late_part
+from .settling import PlanState, find_late, mark_promised
+from .shares import agree_on_shares
+from .state import FLUSHING, OBSERVING, REDUCING, PassState
+from .tail import Reading
+
+if TYPE_CHECKING:
+    from .reducer import Reducer
+
+
+class Pass:
+    """One backward that is reduced; with `joined`, one of other ranks in which this one takes part without inputs."""
+
+    def __init__(self, reducer: Reducer, joined: bool, may_nest: bool) -> None:
+        self.reducer = reducer
+        self.buckets = reducer.buckets
+        self.strategy = reducer.strategy
+        self.collectives = reducer.collectives
+        self.joined = joined
+        self.next = 0  # the first bucket that has not been launched
+        self.late_buckets: tuple[int, ...] = ()  # on any rank, once the last bucket is back
+        # By bucket, which parameters any rank used; all where it is missing.
+        self.wanted: dict[int, Sequence[int]] = {}
+        self.unused_here: list[int] = []
+        # Whether a backward inside this backward is known or announced: on this rank, and on any rank, by their tails.
+        self._nests, self._nests_somewhere = may_nest and not joined, False
+        for bucket in self.buckets:
+            bucket.open()
+        for listener in reducer.listeners:
+            listener.pass_began(joined)
+        narrow = self.strategy.may_narrow or any(b.dtype is torch.float16 for b in reducer.plan.buckets)
+        self.shares = agree_on_shares(reducer.weight, narrow, self.collectives, reducer.params[0].device)
+        # Last: what a listener refuses has not begun.
+        self.state: PassState = REDUCING if reducer.settled else OBSERVING
+
+    # -- during backward -----------------------------------------------------------------------
+
+    def arrived_again(self) -> None:
+        """More gradient for the same parameter: only a nested backward brings it."""
+        self._nests = True
+
+    @torch.no_grad()
+    def large_arrived(self, bucket: DenseBucket, place: int, param: torch.Tensor) -> None:
+        """Pack a large gradient while it is in the cache, unless somebody may still change it or add to it."""
+        if self.state is REDUCING and self.strategy.packs_on_arrival and is_final(param):
+            bucket.take_one(place, self.strategy.pack_scale * self.shares.mine)
+
+    def filled(self, bucket: Bucket, param: torch.Tensor) -> None:
+        """The last gradient of a bucket has arrived."""
+        for listener in self.reducer.listeners:
+            listener.bucket_full(bucket)
+        if self.state is REDUCING and is_final(param):
+            self._launch_ready()
+
+    def _launch_ready(self) -> None:
+        # Launch by index even when a later bucket fills first: ranks fill buckets in different orders,
+        # and launching as filled would add unrelated gradients together. The last bucket waits for the
+        # end of backward, because its tail says which other ones left too early.
+        while self.next < len(self.buckets) - 1 and not self.buckets[self.next].pending:
+            self._take_and_send(self.buckets[self.next])
+
+    @torch.no_grad()
+    def _take_and_send(self, bucket: Bucket) -> None:
+        self.make_way(bucket)
+        if self.reducer.plan_state is PlanState.FIXED:
+            mark_promised(self.reducer, bucket)
+        used = self.take(bucket)
+        if used is not None:
+            self.unused_here += [slot.param for slot, flag in zip(bucket.slots, used, strict=True) if not flag]
+        self.send(bucket, used)
+
+    def take(self, bucket: Bucket) -> list[int] | None:
+        """Pack a bucket; returns which of its parameters this rank used, None for all."""
+        scale = self.strategy.sparse_scale if bucket.sparse else self.strategy.pack_scale
+        return bucket.take(scale * self.shares.mine)
+
+    def send(self, bucket: Bucket, used: Sequence[int] | None, given_up: bool = False) -> None:
+        """Launch a packed bucket, with what this rank has to say beside it."""
+        bucket.write_tail(self.reducer.step, used, self.shares.told)
+        if self._nests:
+            bucket.tail.write_nested(bucket.tail_data)
+        if given_up:
+            bucket.tail.write_given_up(bucket.tail_data)
+        if bucket.index == len(self.buckets) - 1:
+            bucket.tail.write_late(bucket.tail_data, [other.index for other in self.buckets if other.is_late])
+        bucket.mark_in_flight()
+        self.next = max(self.next, bucket.index + 1)
+        self.strategy.start(bucket)
+        for listener in self.reducer.listeners:
+            listener.bucket_sent(bucket)
+
+    @torch.no_grad()
+    def make_way(self, bucket: Bucket) -> None:
+        """Give out the bucket that left `lag` before this one, if the strategy has such a limit."""
+        lag = self.strategy.lag
+        if lag is not None and bucket.index >= lag:
+            oldest = self.buckets[bucket.index - lag]
+            self.receive(oldest)
+            # On every rank alike, since its tail told all of them.
+            if oldest.stage is Stage.REDUCED and not self._keep(oldest):
+                self.give(oldest)
+
+    # -- end of backward -----------------------------------------------------------------------
+
+    @torch.no_grad()
+    def flush(self) -> None:
+        """Autograd is done: launch what is left."""
+        self.state = FLUSHING
+        if self.reducer.plan_state is PlanState.FIXED:
+            find_late(self.reducer)
+        for bucket in self.buckets[self.next :]:
+            self._take_and_send(bucket)
+        self.settle_sparse()
+
+    def settle_sparse(self) -> None:
+        """Everything is launched: what sparse sums could not say in one collective goes in a second."""
+        for bucket in self.buckets:
+            if bucket.stage is Stage.IN_FLIGHT:
+                self.strategy.settle(bucket, self.where(bucket))
+
+    @torch.no_grad()
+    def complete(self) -> None:
+        """Wait for all buckets, then give out their means: nothing is overwritten before all is known to be right."""
+        self.collect()
+        for bucket in self.buckets:
+            if bucket.stage is not Stage.GIVEN:
+                self.give(bucket)
+
+    def collect(self) -> None:
+        """Return when all means are there, and whole: with what came late for them on any rank."""
+        for bucket in self.buckets:
+            self.receive(bucket)
+        for bucket in self.buckets:
+            self._keep(bucket)
+        for index in self.late_buckets:
+            reduce_late_part(self, self.buckets[index])
+
+    def _keep(self, bucket: Bucket) -> bool:
+        """Whether a bucket that is back must not be given out yet, because gradient may still come late for it."""
+        if bucket.stage is not Stage.REDUCED or not (self._nests_somewhere and self.strategy.gives_for_good):
+            return False
+        self.strategy.keep(cast("DenseBucket", bucket))
+        return True
+
+    def receive(self, bucket: Bucket) -> None:
+        """Afterwards the bucket is back, with the mean; raises if the ranks did not belong together."""
+        if bucket.stage is not Stage.IN_FLIGHT:
+            return
+        reading = bucket.reading = self.await_reading(bucket)
+        bucket.mark_reduced()
+        if reading is None:
+            return
+        if reading.num_given_up:
+            raise self.unequal()
+        if reading.total_weight != self.collectives.world:
+            factor = self.collectives.world / reading.total_weight if reading.total_weight else 0.0
+            self.strategy.scale_mean(bucket, factor)
+        self.late_buckets = reading.late_buckets or self.late_buckets
+        self._nests_somewhere |= reading.nested
+        if not all(reading.usage):
+            self.wanted[bucket.index] = reading.usage
+
+    def await_reading(self, bucket: Bucket) -> Reading | None:
+        """Wait for a bucket in flight; returns what its tail says, None if every rank was healthy."""
+        step = self.reducer.step
+        self.strategy.finish(bucket, self.where(bucket))
+        if bucket.tail.is_healthy(bucket.tail_data, step):
+            return None
+        reading = bucket.tail.read(bucket.tail_data, step)
+        if not reading.in_step:
+            where = f"rank {self.collectives.rank}: step {step}, bucket {bucket.index}"
+            raise out_of_step(where, step, self.reducer.plan.hash, self.collectives.board, bucket.index)
+        return reading
+
+    def give(self, bucket: Bucket) -> None:
+        """Make the means the gradients, except of parameters that no rank used."""
+        self.strategy.give(bucket, self.wanted.get(bucket.index))
+        for listener in self.reducer.listeners:
+            listener.bucket_given(bucket)
+
+    # -- in words ------------------------------------------------------------------------------
+
+    def where(self, bucket: Bucket) -> str:
+        return f"step {self.reducer.step}, bucket {bucket.index} (first parameter '{bucket.specs[0].name}')"
+
+    def unequal(self) -> ReductionError:
+        """Some ranks' backward raised and others' did not."""
+        return unequal(f"rank {self.collectives.rank}: step {self.reducer.step}")
+
+    @property
+    def unused_everywhere(self) -> list[int]:
+        """The parameters that no rank used."""
+        found = []
+        for index, wanted in sorted(self.wanted.items()):
+            found += [slot.param for slot, ranks in zip(self.buckets[index].slots, wanted, strict=True) if not ranks]
+        return found
