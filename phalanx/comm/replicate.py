@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from .collectives import Collectives
-from .pages import zeros_in_pages
+from .memory.pages import zeros_in_pages
 
 CHUNK_BYTES = 25 * 1024 * 1024
 _ALIGNMENT = 64

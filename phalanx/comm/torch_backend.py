@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from .collectives import Collectives, Work
-from .pages import zeros_in_pages
-from .shm.backend import collectives_of
+from .group.process_group import collectives_of
+from .memory.pages import zeros_in_pages
 
 
 def _real(tensor: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ import torch
 from torch.autograd import Variable
 
 from ..comm.collectives import Collectives
-from ..comm.heap import trim_heap
+from ..comm.memory.heap import trim_heap
 from ..errors import PhalanxError, ReductionError
 from ..plan import BucketPlan
 from .arrivals import Arrivals

@@ -18,8 +18,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from phalanx.comm.group.process_group import collectives_of
 from phalanx.comm.hierarchical import hosts
-from phalanx.comm.shm.backend import collectives_of
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 INTEGERS = (torch.uint8, torch.int8, torch.int32, torch.int64)

@@ -15,7 +15,7 @@ import torch
 from ...errors import ConfigError
 from ..bucket import GradBucket
 from .allreduce import allreduce_hook
-from .group import Group
+from .group import GroupLike
 from .residual import Residuals, accumulation_dtype
 from .state import HookState, check_number
 
@@ -30,7 +30,7 @@ class Int8State(HookState):
     small gradients beside large ones are lost for good.
     """
 
-    def __init__(self, process_group: Group = None, block_size: int = 256, use_error_feedback: bool = True) -> None:
+    def __init__(self, process_group: GroupLike = None, block_size: int = 256, use_error_feedback: bool = True) -> None:
         super().__init__(process_group)
         check_number("block_size", block_size, low=_SCALE_BYTES)
         # Scales follow the integers in one run of bytes, so they must start at a multiple of their size.

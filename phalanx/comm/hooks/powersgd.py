@@ -17,7 +17,7 @@ import torch
 from ...errors import ReductionError, StateError
 from ..bucket import GradBucket
 from .allreduce import allreduce_hook
-from .group import Group
+from .group import GroupLike
 from .lowrank import as_matrix, is_worth_it, orthonormal, random_factor
 from .residual import Residuals, accumulation_dtype
 from .round import Batch, Plain, Round
@@ -48,7 +48,7 @@ class PowerSGDState(HookState):
 
     def __init__(
         self,
-        process_group: Group = None,
+        process_group: GroupLike = None,
         matrix_approximation_rank: int = 1,
         start_powerSGD_iter: int = 1_000,
         min_compression_rate: float = 2,

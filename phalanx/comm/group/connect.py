@@ -1,0 +1,40 @@
+"""From a store to a working group: its ranks meet, and find out which of them share memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from ..hierarchical.hosts import host_identity, teams_of
+from ..hierarchical.operations import HierarchicalOperations
+from ..memory.segment import process_memory
+from ..shm.ops.operations import HostOperations, Operations
+from ..shm.transport.rendezvous import Rendezvous
+from ..shm.transport.team import ControlBlock, Team
+
+
+def connect(
+    store: dist.Store, rank: int, world: int, global_ranks: Sequence[int], timeout: timedelta
+) -> Operations:
+    """The operations of a group; every rank of it calls this. `global_ranks` is how messages name its ranks."""
+    rendezvous = Rendezvous(store, rank, world, timeout)
+    try:
+        teams = teams_of(rendezvous.announce(host_identity()))
+        members = next(team for team in teams if rank in team)
+        control, memory = ControlBlock(), process_memory()
+        links = rendezvous.meet(members, control.arena, memory)
+    finally:
+        rendezvous.close()
+    for peer, link in links.items():
+        link.name = global_ranks[peer]
+    by_rank = {global_ranks[peer]: link for peer, link in links.items()}
+    team = HostOperations(Team(global_ranks[rank], [global_ranks[member] for member in members], by_rank, control, memory))
+    if len(teams) == 1:
+        return team
+    try:
+        return HierarchicalOperations(team, teams, rank, global_ranks, store, timeout)
+    except BaseException:
+        team.close()
+        raise

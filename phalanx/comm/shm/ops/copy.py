@@ -1,0 +1,231 @@
+"""Collectives that only move: broadcast, all_gather, gather, scatter, all_to_all, barrier.
+
+Small data goes through the slots in the opening step, larger data is read where it lies if that is
+shared memory, and shown on the staging buffers block by block if not (see `reduce`). Tensors are flat and
+contiguous, and are moved as bytes whatever their type.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+import torch
+
+from ....errors import MismatchError
+from ...memory.arena import ALIGNMENT
+from ..transport.signature import ANY_ROOT, ReduceOp, Verb, layout_of, signature
+from ..transport.staging import BLOCK_BYTES, StagingBuffer
+from ..transport.team import NOWHERE, SLOT_BYTES, Places, Team
+
+_WORD = torch.int64
+_MANY_BYTES = 1 << 20
+
+_Fill = Callable[[int, torch.Tensor], None]
+_Drain = Callable[[int, list[torch.Tensor]], None]
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A flat tensor's memory, as uint8."""
+    return tensor if tensor.dtype is torch.uint8 else tensor.view(torch.uint8)
+
+
+class CopyOperations:
+    """The moving collectives of one team."""
+
+    def __init__(self, team: Team, staging: StagingBuffer) -> None:
+        self._team = team
+        self._staging = staging
+        self._size = team.size
+        self._index = team.index
+
+    def barrier(self, timeout: timedelta) -> None:
+        """Return when all ranks have called this."""
+        self._team.open(signature(Verb.BARRIER), timeout)
+
+    def broadcast(self, tensor: torch.Tensor, root: int, timeout: timedelta) -> None:
+        """Replace `tensor` by that of rank `root` of the team."""
+        data = as_bytes(tensor)
+        what = signature(Verb.BROADCAST, torch.uint8, data.numel(), ReduceOp.SUM, root)
+        is_root = root == self._index
+        if what.numel <= SLOT_BYTES:
+            slot = self._team.slots(what.numel, torch.uint8)[root]
+            if is_root:
+                slot.copy_(data)
+            self._team.open(what, timeout)
+            if not is_root:
+                _copy(data, slot)
+            return
+        place = self._team.memory.locate(data) if is_root else None
+        own = Places(NOWHERE if place is None else place, self._staging.offset)
+
+        def fill(block: int, half: torch.Tensor) -> None:
+            if is_root:
+                _put(half, data[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES])
+
+        def drain(block: int, halves: list[torch.Tensor]) -> None:
+            if not is_root:
+                _get(halves[root], data[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES])
+
+        if place is None:
+            fill(0, self._staging.own(torch.uint8))
+        self._team.open(what, timeout, own)
+        places = self._team.places(own)
+        if places[root].memory != NOWHERE:
+            if not is_root:
+                _copy(data, self._team.view(root, places[root].memory, what.numel, torch.uint8))
+            self._team.step()
+        else:
+            self._relay(-(-what.numel // BLOCK_BYTES), places, fill, drain)
+
+    def all_gather(
+        self, outputs: Sequence[torch.Tensor] | None, sizes: tuple[int, ...], input: torch.Tensor,
+        root: int, timeout: timedelta,
+    ) -> None:
+        """Fill `outputs[r]` with rank r's `input`, on every rank or only on `root`.
+
+        `sizes` are everybody's numbers of bytes. `outputs[index]` may be `input`. A rank that is to
+        receive nothing has no outputs.
+        """
+        data = as_bytes(input)
+        received = None if outputs is None else [as_bytes(output) for output in outputs]
+        verb = Verb.ALL_GATHER if root == ANY_ROOT else Verb.GATHER
+        what = signature(verb, torch.uint8, sum(sizes), ReduceOp.SUM, root, 1.0, layout_of(sizes))
+        largest = max(sizes)
+        if largest <= SLOT_BYTES:
+            slots = self._team.slots(largest, torch.uint8)
+            _put(slots[self._index], data)
+            self._team.open(what, timeout)
+            self._receive(received, slots, data)
+            return
+        place = self._team.memory.locate(data) if data.numel() else None
+        own = Places(NOWHERE if place is None else place, self._staging.offset)
+
+        def fill(block: int, half: torch.Tensor) -> None:
+            _put(half, data[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES])
+
+        def drain(block: int, halves: list[torch.Tensor]) -> None:
+            if received is not None:
+                for index, (half, target) in enumerate(zip(halves, received, strict=True)):
+                    if index != self._index:
+                        _get(half, target[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES])
+
+        if place is None:
+            fill(0, self._staging.own(torch.uint8))
+        self._team.open(what, timeout, own)
+        places = self._team.places(own)
+        if all(p.memory != NOWHERE for p in places):
+            views = [self._team.view(i, p.memory, sizes[i], torch.uint8) for i, p in enumerate(places)]
+            self._receive(received, views, data)
+            self._team.step()
+            return
+        self._join_staging(places, own, fill)
+        self._relay(-(-largest // BLOCK_BYTES), places, fill, drain)
+        if received is not None:
+            _keep(data, received[self._index])
+
+    def all_to_all(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], timeout: timedelta
+    ) -> None:
+        """Fill `outputs[r]` with what rank r has in `inputs[index]`. Sizes may all differ."""
+        given = [as_bytes(tensor) for tensor in inputs]
+        received = [as_bytes(tensor) for tensor in outputs]
+        sizes = self._exchange_sizes(given, received, timeout)
+        column = BLOCK_BYTES // self._size // ALIGNMENT * ALIGNMENT
+        places = self._team.places(Places(staging=self._staging.offset))
+
+        def fill(block: int, half: torch.Tensor) -> None:
+            for index, piece in enumerate(given):
+                if index != self._index:
+                    _put(half[index * column :], piece[block * column : (block + 1) * column])
+
+        def drain(block: int, halves: list[torch.Tensor]) -> None:
+            for index, target in enumerate(received):
+                if index != self._index:
+                    _get(halves[index][self._index * column :], target[block * column : (block + 1) * column])
+
+        num_blocks = -(-max(max(row) for row in sizes) // column)
+        if num_blocks:
+            fill(0, self._staging.own(torch.uint8))
+            self._team.step()
+            self._relay(num_blocks, places, fill, drain)
+        _keep(given[self._index], received[self._index])
+
+    def _exchange_sizes(
+        self, given: Sequence[torch.Tensor], received: Sequence[torch.Tensor], timeout: timedelta
+    ) -> list[tuple[int, ...]]:
+        """What every rank sends to each, once all have agreed that it is also what each expects."""
+        row = struct.Struct(f"<{2 * self._size}q")
+        slots = self._team.slots(row.size, torch.uint8)
+        packed = row.pack(*(t.numel() for t in given), *(t.numel() for t in received))
+        slots[self._index].copy_(torch.frombuffer(bytearray(packed), dtype=torch.uint8))
+        self._team.open(signature(Verb.ALL_TO_ALL), timeout, Places(staging=self._staging.offset))
+        rows = [row.unpack(bytes(slot.tolist())) for slot in slots]
+        sent = [r[: self._size] for r in rows]
+        for source in range(self._size):
+            for target in range(self._size):
+                expected = rows[target][self._size + source]
+                if sent[source][target] != expected:
+                    global_ranks = self._team.global_ranks
+                    raise MismatchError(
+                        f"rank {global_ranks[self._index]}: in all_to_all rank {global_ranks[source]} sends "
+                        f"{sent[source][target]} bytes to rank {global_ranks[target]}, which expects {expected}. "
+                        "Give output split sizes equal to the input split sizes of the other side."
+                    )
+        return sent
+
+    # ---- ways
+
+    def _receive(
+        self, received: Sequence[torch.Tensor] | None, sources: Sequence[torch.Tensor], own: torch.Tensor
+    ) -> None:
+        if received is None:
+            return
+        for index, (source, target) in enumerate(zip(sources, received, strict=True)):
+            if index == self._index:
+                _keep(own, target)
+            else:
+                _get(source, target)
+
+    def _join_staging(self, places: list[Places], own: Places, fill: _Fill) -> None:
+        """Let those whose data lies in shared memory, where not everybody's does, show it too."""
+        if any(p.memory != NOWHERE for p in places):
+            if own.memory != NOWHERE:
+                fill(0, self._staging.own(torch.uint8))
+            self._team.step()
+
+    def _relay(self, num_blocks: int, places: list[Places], fill: _Fill, drain: _Drain) -> None:
+        """Show and take `num_blocks` blocks, the first of which all ranks have shown."""
+        for block in range(num_blocks):
+            halves = self._staging.turn(places, torch.uint8)
+            if block + 1 < num_blocks:
+                fill(block + 1, self._staging.own(torch.uint8))
+            drain(block, halves)
+            if block + 1 < num_blocks:
+                self._team.step()
+
+
+def _put(place: torch.Tensor, data: torch.Tensor) -> None:
+    _copy(place[: data.numel()], data)
+
+
+def _get(place: torch.Tensor, target: torch.Tensor) -> None:
+    _copy(target, place[: target.numel()])
+
+
+def _keep(data: torch.Tensor, target: torch.Tensor) -> None:
+    if data.numel() and data.data_ptr() != target.data_ptr():
+        _copy(target, data)
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy bytes: many of them as words, which torch does a fifth faster."""
+    odd = target.numel() % _WORD.itemsize
+    if target.numel() < _MANY_BYTES or any(int(t.storage_offset()) % _WORD.itemsize for t in (target, source)):
+        target.copy_(source)
+        return
+    end = target.numel() - odd
+    target[:end].view(_WORD).copy_(source[:end].view(_WORD))
+    if odd:
+        target[end:].copy_(source[end:])
