@@ -18,7 +18,12 @@ from .failure.board import FailureBoard
 from .failure.waiter import Waiter
 from .work import Work
 
-__all__ = ["Collectives", "Work"]
+__all__ = ["Collectives", "Work", "as_real"]
+
+
+def as_real(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or pairs of reals over the same memory: backends add only reals."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 class Collectives(abc.ABC):

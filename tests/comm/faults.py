@@ -135,11 +135,11 @@ def _still_broken(group: PhalanxProcessGroup) -> str:
 
 
 def _team(group: PhalanxProcessGroup) -> Team:
-    engine = group.gateway.engine
-    if isinstance(engine, HierarchicalOperations):
-        return engine._team.team
-    assert isinstance(engine, HostOperations)
-    return engine.team
+    operations = group.lane.operations
+    if isinstance(operations, HierarchicalOperations):
+        return operations._local.team
+    assert isinstance(operations, HostOperations)
+    return operations.team
 
 
 def _moments(case: Case, me: Rank, team: Team) -> list[tuple[str, int, str]]:

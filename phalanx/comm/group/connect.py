@@ -30,11 +30,12 @@ def connect(
     for peer, link in links.items():
         link.name = global_ranks[peer]
     by_rank = {global_ranks[peer]: link for peer, link in links.items()}
-    team = HostOperations(Team(global_ranks[rank], [global_ranks[member] for member in members], by_rank, control, memory))
+    team = Team(global_ranks[rank], [global_ranks[member] for member in members], by_rank, control, memory)
+    local = HostOperations(team)
     if len(teams) == 1:
-        return team
+        return local
     try:
-        return HierarchicalOperations(team, teams, rank, global_ranks, store, timeout)
+        return HierarchicalOperations(local, teams, rank, global_ranks, store, timeout)
     except BaseException:
-        team.close()
+        local.close()
         raise

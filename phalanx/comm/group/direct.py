@@ -1,19 +1,15 @@
-"""The direct path to a phalanx group: `Collectives` on its gateway, without c10d in between."""
+"""The direct path to a phalanx group: `Collectives` on its lane, without c10d in between."""
 
 from __future__ import annotations
 
 import torch
 import torch.distributed as dist
 
-from ..collectives import Collectives, Work
+from ..collectives import Collectives, Work, as_real
 from ..memory.segment import process_memory
-from ..shm.transport.signature import ReduceOp
-from .gateway import Gateway
-
-
-def _real(tensor: torch.Tensor) -> torch.Tensor:
-    """Complex numbers travel as pairs of reals."""
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+from ..shm.ops.call import Call
+from ..shm.transport.signature import Verb
+from .lane import Lane
 
 
 class ShmCollectives(Collectives):
@@ -26,11 +22,11 @@ class ShmCollectives(Collectives):
     names_failures = True
     worthwhile_buckets = 1
 
-    def __init__(self, group: dist.ProcessGroup, gateway: Gateway) -> None:
+    def __init__(self, group: dist.ProcessGroup, lane: Lane) -> None:
         self.group = group
-        self.rank = gateway.rank
-        self.world = gateway.world
-        self._gateway = gateway
+        self.rank = lane.rank
+        self.world = lane.world
+        self._lane = lane
         self._memory = process_memory()
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -41,16 +37,16 @@ class ShmCollectives(Collectives):
 
     def all_reduce(self, tensor: torch.Tensor, scale: float = 1.0) -> Work:
         """Replace `tensor` on every rank by scale × the sum over ranks."""
-        return self._gateway.all_reduce((_real(tensor),), ReduceOp.SUM, scale, blocking=False)
+        return self._lane.submit([Call(Verb.ALL_REDUCE, [as_real(tensor)], scale=scale)])
 
     def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, scale: float = 1.0) -> Work:
         """Give rank r the r-th equal slice of scale × the sum of `input`."""
-        return self._gateway.reduce_scatter((_real(output),), (_real(input),), ReduceOp.SUM, scale, blocking=False)
+        return self._lane.submit([Call(Verb.REDUCE_SCATTER, [as_real(output)], [as_real(input)], scale=scale)])
 
     def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Work:
         """Fill the r-th equal slice of `output` with rank r's `input`."""
-        return self._gateway.all_gather((_real(output),), (_real(input),), blocking=False)
+        return self._lane.submit([Call(Verb.ALL_GATHER, [as_real(output)], [as_real(input)])])
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> Work:
         """Replace `tensor` on every rank by that of rank `source`."""
-        return self._gateway.broadcast(_real(tensor), source, blocking=False)
+        return self._lane.submit([Call(Verb.BROADCAST, [as_real(tensor)], root=source)])

@@ -29,11 +29,12 @@ from torch.distributed.distributed_c10d import (
 )
 
 from ..collectives import Collectives
-from ..shm.transport.signature import DTYPES, ReduceOp
+from ..shm.ops.call import Call, gather_call, parts, scatter_call
+from ..shm.transport.signature import DTYPES, ReduceOp, Verb
 from .connect import connect
 from .devices import DeviceBackends
 from .direct import ShmCollectives
-from .gateway import Gateway, Pieces, parts
+from .lane import Lane
 from .lifetime import close_at_exit
 
 # mypy: disable-error-code="override,assignment,no-any-return"
@@ -46,7 +47,7 @@ _Options = Any
 
 _Kind: Any = dist.ReduceOp.RedOpType
 # By number: c10d's own kinds are slow to hash and to compare.
-_REDUCTIONS = {
+_REDUCE_OPS = {
     int(_Kind.SUM): ReduceOp.SUM,
     int(_Kind.AVG): ReduceOp.SUM,  # with a scale
     int(_Kind.PRODUCT): ReduceOp.PRODUCT,
@@ -59,6 +60,8 @@ _REDUCTIONS = {
 _BITWISE = (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
 _AVERAGE = int(_Kind.AVG)
 _REDUCED_DTYPES = frozenset(DTYPES)
+# One tensor in place of several stands for its equal successive parts.
+_Pieces = torch.Tensor | Sequence[torch.Tensor]
 
 
 def _movable(tensors: Sequence[torch.Tensor]) -> bool:
@@ -83,12 +86,12 @@ class PhalanxProcessGroup(dist.ProcessGroup):
         super().__init__(rank, world)  # type: ignore[call-arg]
         self._store = store
         self._others = DeviceBackends(self, store, rank, world, timeout)
-        engine = connect(dist.PrefixStore("phalanx", store), rank, world, global_ranks, timeout)
+        operations = connect(dist.PrefixStore("phalanx", store), rank, world, global_ranks, timeout)
         others = self._others  # not `self`, which the finalizer below is to outlive
-        self.gateway = Gateway(engine, lambda: others.timeout)
+        self.lane = Lane(operations, lambda: others.timeout)
         # The group may be dropped without having been destroyed.
-        close_at_exit(self.gateway)
-        self._finalizer = weakref.finalize(self, self.gateway.close)
+        close_at_exit(self.lane)
+        self._finalizer = weakref.finalize(self, self.lane.close)
 
     # ---- what c10d asks about
 
@@ -106,7 +109,7 @@ class PhalanxProcessGroup(dist.ProcessGroup):
 
     def abort(self) -> None:
         """Make every collective under way or to come raise, here and on the other ranks."""
-        self.gateway.abort(f"rank {self.gateway.name} aborted the process group.")
+        self.lane.abort(f"rank {self.lane.global_rank} aborted the process group.")
         self._others.abort()
 
     def shutdown(self) -> None:
@@ -119,26 +122,26 @@ class PhalanxProcessGroup(dist.ProcessGroup):
     def allreduce(self, tensors: Any, opts: _Options = None, **keywords: Any) -> dist.Work:
         """Reduce a tensor over all ranks, on all ranks."""
         tensors, opts = _one(tensors), _options(AllreduceOptions, opts, keywords)
-        how = self._reduction(tensors, opts)
+        how = self._reduce_op(tensors, opts)
         if how is None or len(tensors) != 1:
             return self._others.of(tensors).allreduce(tensors, opts)
-        return self.gateway.all_reduce(tensors, *how, not opts.asyncOp, opts.timeout)
+        return self._submit([Call(Verb.ALL_REDUCE, tensors, (), *how)], opts)
 
     def allreduce_coalesced(self, tensors: Any, opts: _Options = None) -> dist.Work:
         """Reduce several tensors over all ranks, on all ranks."""
         opts = _options(AllreduceCoalescedOptions, opts, {})
-        how = self._reduction(tensors, opts)
+        how = self._reduce_op(tensors, opts)
         if how is None:
             return self._others.of(tensors).allreduce_coalesced(tensors, opts)
-        return self.gateway.all_reduce(tensors, *how, not opts.asyncOp, opts.timeout)
+        return self._submit([Call(Verb.ALL_REDUCE, [tensor], (), *how) for tensor in tensors], opts)
 
     def reduce(self, tensors: Any, opts: _Options = None, **keywords: Any) -> dist.Work:
         """Reduce a tensor over all ranks, on one."""
         tensors, opts = _one(tensors), _options(ReduceOptions, opts, keywords)
-        how = self._reduction(tensors, opts)
+        how = self._reduce_op(tensors, opts)
         if how is None or len(tensors) != 1:
             return self._others.of(tensors).reduce(tensors, opts)
-        return self.gateway.reduce(tensors[0], opts.rootRank, *how, not opts.asyncOp, opts.timeout)
+        return self._submit([Call(Verb.REDUCE, tensors, (), *how, opts.rootRank)], opts)
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: _Options = None, **keywords: Any) -> dist.Work:
         """Reduce a list of tensors, giving each rank one of them."""
@@ -146,20 +149,20 @@ class PhalanxProcessGroup(dist.ProcessGroup):
             outputs, inputs = [outputs], [inputs]
         opts = _options(ReduceScatterOptions, opts, keywords)
         fits = len(outputs) == 1 and self._fits(outputs[0], inputs[0])
-        how = self._reduction([*outputs, *inputs[0]], opts) if fits else None
+        how = self._reduce_op([*outputs, *inputs[0]], opts) if fits else None
         if how is None:
             return self._others.of(outputs).reduce_scatter(outputs, inputs, opts)
-        return self.gateway.reduce_scatter(outputs, inputs, *how, not opts.asyncOp, opts.timeout)
+        return self._submit([Call(Verb.REDUCE_SCATTER, outputs, inputs[0], *how)], opts)
 
     def reduce_scatter_single(
         self, output: torch.Tensor, input: torch.Tensor, opts: _Options = None
     ) -> dist.Work:
         """Reduce a tensor, giving each rank an equal part of it."""
         opts = _options(ReduceScatterOptions, opts, {})
-        how = self._reduction((output, input), opts) if self._fits(output, input) else None
+        how = self._reduce_op((output, input), opts) if self._fits(output, input) else None
         if how is None:
             return self._others.of((output,))._reduce_scatter_base(output, input, opts)
-        return self.gateway.reduce_scatter((output,), (input,), *how, not opts.asyncOp, opts.timeout)
+        return self._submit([Call(Verb.REDUCE_SCATTER, [output], [input], *how)], opts)
 
     _reduce_scatter_base = reduce_scatter_single
 
@@ -168,10 +171,11 @@ class PhalanxProcessGroup(dist.ProcessGroup):
     ) -> dist.Work:
         """`reduce_scatter_single` of several tensors, as one work."""
         opts = _options(ReduceScatterOptions, opts, {})
-        how = self._reduction([*outputs, *inputs], opts) if self._fit(outputs, inputs) else None
+        how = self._reduce_op([*outputs, *inputs], opts) if self._fit(outputs, inputs) else None
         if how is None:
             return self._others.of(outputs).reduce_scatter_tensor_coalesced(outputs, inputs, opts)
-        return self.gateway.reduce_scatter(outputs, inputs, *how, not opts.asyncOp, opts.timeout)
+        pairs = zip(outputs, inputs, strict=True)
+        return self._submit([Call(Verb.REDUCE_SCATTER, [output], [input], *how) for output, input in pairs], opts)
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
@@ -182,7 +186,7 @@ class PhalanxProcessGroup(dist.ProcessGroup):
         tensors, opts = _one(tensors), _options(BroadcastOptions, opts, keywords)
         if len(tensors) != 1 or not _movable(tensors):
             return self._others.of(tensors).broadcast(tensors, opts)
-        return self.gateway.broadcast(tensors[0], opts.rootRank, not opts.asyncOp, opts.timeout)
+        return self._submit([Call(Verb.BROADCAST, tensors, root=opts.rootRank)], opts)
 
     def allgather(self, outputs: Any, inputs: Any, opts: _Options = None, **keywords: Any) -> dist.Work:
         """Give all ranks the tensors of all, as a list."""
@@ -192,7 +196,7 @@ class PhalanxProcessGroup(dist.ProcessGroup):
         fits = len(inputs) == 1 and self._fits(inputs[0], outputs[0])
         if not fits or not _movable([*outputs[0], *inputs]):
             return self._others.of(inputs).allgather(outputs, inputs, opts)
-        return self.gateway.all_gather(outputs, inputs, not opts.asyncOp, opts.timeout)
+        return self._submit([Call(Verb.ALL_GATHER, outputs[0], inputs)], opts)
 
     def all_gather_single(
         self, output: torch.Tensor, input: torch.Tensor, opts: _Options = None
@@ -201,7 +205,7 @@ class PhalanxProcessGroup(dist.ProcessGroup):
         opts = _options(AllgatherOptions, opts, {})
         if not self._fits(input, output) or not _movable((output, input)):
             return self._others.of((input,))._allgather_base(output, input, opts)
-        return self.gateway.all_gather((output,), (input,), not opts.asyncOp, opts.timeout)
+        return self._submit([Call(Verb.ALL_GATHER, [output], [input])], opts)
 
     _allgather_base = all_gather_single
 
@@ -212,7 +216,8 @@ class PhalanxProcessGroup(dist.ProcessGroup):
         opts = _options(AllgatherOptions, opts, {})
         if not self._fit(inputs, outputs) or not _movable([*outputs, *inputs]):
             return self._others.of(inputs).allgather_into_tensor_coalesced(outputs, inputs, opts)
-        return self.gateway.all_gather(outputs, inputs, not opts.asyncOp, opts.timeout)
+        pairs = zip(outputs, inputs, strict=True)
+        return self._submit([Call(Verb.ALL_GATHER, [output], [input]) for output, input in pairs], opts)
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
@@ -224,7 +229,8 @@ class PhalanxProcessGroup(dist.ProcessGroup):
         by_tensor = list(zip(*outputs, strict=True))
         if not self._fit(inputs, by_tensor) or not _movable([t for row in outputs for t in row]):
             return self._others.of(inputs).allgather_coalesced(outputs, inputs, opts)
-        return self.gateway.all_gather(by_tensor, inputs, not opts.asyncOp, opts.timeout)
+        pairs = zip(by_tensor, inputs, strict=True)
+        return self._submit([Call(Verb.ALL_GATHER, row, [input]) for row, input in pairs], opts)
 
     def all_to_all_single(
         self,
@@ -240,7 +246,7 @@ class PhalanxProcessGroup(dist.ProcessGroup):
         given, taken = self._split(input, input_sizes), self._split(output, output_sizes)
         if given is None or taken is None or not _movable((output, input)):
             return self._others.of((input,)).alltoall_base(output, input, output_sizes, input_sizes, opts)
-        return self.gateway.all_to_all(taken, given, not opts.asyncOp, opts.timeout)
+        return self._submit([Call(Verb.ALL_TO_ALL, taken, given)], opts)
 
     alltoall_base = all_to_all_single
 
@@ -251,14 +257,14 @@ class PhalanxProcessGroup(dist.ProcessGroup):
         opts = _options(AllToAllOptions, opts, {})
         if not _movable([*outputs, *inputs]):
             return self._others.of(inputs).alltoall(outputs, inputs, opts)
-        return self.gateway.all_to_all(outputs, inputs, not opts.asyncOp, opts.timeout)
+        return self._submit([Call(Verb.ALL_TO_ALL, outputs, inputs)], opts)
 
     def barrier(self, opts: _Options = None, **keywords: Any) -> dist.Work:
         """Meet all ranks."""
         opts = _options(BarrierOptions, opts, keywords)
         if opts.device is not None and self._others.has(opts.device):
             return self._others.of_device(opts.device).barrier(opts)
-        return self.gateway.barrier(not opts.asyncOp, opts.timeout)
+        return self._submit([Call(Verb.BARRIER)], opts)
 
     def gather(self, outputs: Any, inputs: Any, opts: _Options = None, **keywords: Any) -> dist.Work:
         """Give one rank the tensors of all."""
@@ -269,7 +275,7 @@ class PhalanxProcessGroup(dist.ProcessGroup):
         is_whole = bool(taken) == (opts.rootRank == self.rank()) and len(taken) in (0, self.size())
         if len(inputs) != 1 or not is_whole or not _movable([*inputs, *taken]):
             return self._others.of(inputs).gather(outputs, inputs, opts)
-        return self.gateway.gather(taken, inputs[0], opts.rootRank, not opts.asyncOp, opts.timeout)
+        return self._submit([gather_call(taken, inputs[0], opts.rootRank, self.size())], opts)
 
     def scatter(self, outputs: Any, inputs: Any, opts: _Options = None, **keywords: Any) -> dist.Work:
         """Give each rank one of a rank's tensors."""
@@ -280,7 +286,7 @@ class PhalanxProcessGroup(dist.ProcessGroup):
         is_whole = bool(given) == (opts.rootRank == self.rank()) and len(given) in (0, self.size())
         if len(outputs) != 1 or not is_whole or not _movable([*outputs, *given]):
             return self._others.of(outputs).scatter(outputs, inputs, opts)
-        return self.gateway.scatter(outputs[0], given, opts.rootRank, not opts.asyncOp, opts.timeout)
+        return self._submit([scatter_call(outputs[0], given, opts.rootRank, self.size())], opts)
 
     # ---- what stays with gloo, or whichever backend the tensor's device has
 
@@ -298,30 +304,33 @@ class PhalanxProcessGroup(dist.ProcessGroup):
 
     # ---- parts
 
-    def _reduction(self, tensors: Sequence[torch.Tensor], opts: _Options) -> tuple[ReduceOp, float] | None:
-        """The reduction and the scale that are asked for; None if shared memory cannot do that to these tensors."""
+    def _submit(self, calls: Sequence[Call], opts: _Options) -> dist.Work:
+        return self.lane.submit(calls, not opts.asyncOp, opts.timeout)
+
+    def _reduce_op(self, tensors: Sequence[torch.Tensor], opts: _Options) -> tuple[ReduceOp, float] | None:
+        """The operation and the scale that are asked for; None if shared memory cannot do that to these tensors."""
         kind = int(opts.reduceOp.op)
-        reduction = _REDUCTIONS.get(kind)
-        if reduction is None or not tensors:
+        op = _REDUCE_OPS.get(kind)
+        if op is None or not tensors:
             return None
         dtype = tensors[0].dtype
-        if dtype not in _REDUCED_DTYPES or (dtype.is_floating_point and reduction in _BITWISE):
+        if dtype not in _REDUCED_DTYPES or (dtype.is_floating_point and op in _BITWISE):
             return None
         if not _movable(tensors) or any(t.dtype is not dtype for t in tensors[1:]):
             return None
-        return reduction, 1.0 / self.gateway.world if kind == _AVERAGE else 1.0
+        return op, 1.0 / self.lane.world if kind == _AVERAGE else 1.0
 
-    def _fits(self, one: torch.Tensor, whole: Pieces) -> bool:
+    def _fits(self, one: torch.Tensor, whole: _Pieces) -> bool:
         """Whether `one` has the size and type of this rank's piece of `whole`.
 
         If not, the call goes to gloo, which says what is wrong in words that users know.
         """
         if isinstance(whole, torch.Tensor):
-            return one.numel() * self.gateway.world == whole.numel() and one.dtype is whole.dtype
+            return one.numel() * self.lane.world == whole.numel() and one.dtype is whole.dtype
         own = whole[self.rank()] if len(whole) == self.size() else None
         return own is not None and one.numel() == own.numel() and len({t.dtype for t in (one, *whole)}) == 1
 
-    def _fit(self, ones: Sequence[torch.Tensor], alls: Sequence[Pieces]) -> bool:
+    def _fit(self, ones: Sequence[torch.Tensor], alls: Sequence[_Pieces]) -> bool:
         return 0 < len(ones) == len(alls) and all(map(self._fits, ones, alls))
 
     def _split(self, tensor: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor] | None:
@@ -337,7 +346,7 @@ class PhalanxProcessGroup(dist.ProcessGroup):
 
 def collectives_of(group: dist.ProcessGroup) -> Collectives | None:
     """The direct path to `group` if it is a phalanx group, else None."""
-    return ShmCollectives(group, group.gateway) if isinstance(group, PhalanxProcessGroup) else None
+    return ShmCollectives(group, group.lane) if isinstance(group, PhalanxProcessGroup) else None
 
 
 def _one(tensors: Any) -> list[torch.Tensor]:

@@ -24,7 +24,7 @@ from ...errors import CommunicationError
 from ..failure.cuttable import CuttableGloo
 from ..memory.scratch import Scratch
 from ..shm.ops.arithmetic import reduce_into
-from ..shm.ops.copy import as_bytes
+from ..shm.ops.call import as_bytes
 from ..shm.transport.signature import ReduceOp
 
 _DATA, _END, _RECEIVED = 0, 1, 2  # what a message is, as gloo's tag

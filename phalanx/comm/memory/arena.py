@@ -225,13 +225,15 @@ class Arena(_Mapped):
                 return extent.start + address - extent.address
         return None
 
-    def retire(self, offset: int) -> None:
-        """Never hand out again the block that holds `offset`.
+    def retire(self, tensor: torch.Tensor) -> None:
+        """Never hand out again the block that holds `tensor`, if it lies here.
 
         For memory which a peer of a failed collective may still write to: that peer is stopped or
         slow, and would destroy whatever the block was given to next.
         """
-        self._retired.add(offset)
+        offset = self.locate(tensor)
+        if offset is not None:
+            self._retired.add(offset)
 
     @property
     def num_bytes(self) -> int:

@@ -309,7 +309,7 @@ def _time_limit(rank: int, world: int) -> None:
     group = dist.group.WORLD
     assert isinstance(group, PhalanxProcessGroup)
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=7), group)
-    assert group.gateway._limit(timedelta(milliseconds=-1)) == timedelta(seconds=7)
+    assert group.lane._time_limit() == timedelta(seconds=7)
 
 
 def test_c10d_can_change_the_time_limit() -> None:

@@ -54,12 +54,12 @@ def _values(outcomes: Sequence[RankOutcome]) -> list[Any]:
 def _keep_contract(rank: int, world: int, cases: Sequence[Case]) -> list[list[int]]:
     group = dist.group.WORLD
     assert isinstance(group, PhalanxProcessGroup)
-    engine = group.gateway.engine
-    assert isinstance(engine, HierarchicalOperations), "hosts that share no memory"
+    operations = group.lane.operations
+    assert isinstance(operations, HierarchicalOperations), "hosts that share no memory"
     me = Rank(rank, world)
     for case in cases:
         check(case, me)
-    return [list(team) for team in engine._teams]
+    return [list(team) for team in operations._teams]
 
 
 @pytest.mark.parametrize(

@@ -9,26 +9,21 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 
 import torch
 
 from ....errors import MismatchError
 from ...memory.arena import ALIGNMENT
-from ..transport.signature import ANY_ROOT, ReduceOp, Verb, layout_of, signature
+from ..transport.signature import ReduceOp, Verb, layout_of, signature
 from ..transport.staging import BLOCK_BYTES, StagingBuffer
 from ..transport.team import NOWHERE, SLOT_BYTES, Places, Team
+from .call import Call, as_bytes
 
 _WORD = torch.int64
 _MANY_BYTES = 1 << 20
 
 _Fill = Callable[[int, torch.Tensor], None]
 _Drain = Callable[[int, list[torch.Tensor]], None]
-
-
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """A flat tensor's memory, as uint8."""
-    return tensor if tensor.dtype is torch.uint8 else tensor.view(torch.uint8)
 
 
 class CopyOperations:
@@ -40,20 +35,20 @@ class CopyOperations:
         self._size = team.size
         self._index = team.index
 
-    def barrier(self, timeout: timedelta) -> None:
+    def barrier(self, call: Call) -> None:
         """Return when all ranks have called this."""
-        self._team.open(signature(Verb.BARRIER), timeout)
+        self._team.open(signature(Verb.BARRIER), call.timeout)
 
-    def broadcast(self, tensor: torch.Tensor, root: int, timeout: timedelta) -> None:
-        """Replace `tensor` by that of rank `root` of the team."""
-        data = as_bytes(tensor)
+    def broadcast(self, call: Call) -> None:
+        """Replace the output by that of rank `root` of the team."""
+        data, root = as_bytes(call.outputs[0]), call.root
         what = signature(Verb.BROADCAST, torch.uint8, data.numel(), ReduceOp.SUM, root)
         is_root = root == self._index
         if what.numel <= SLOT_BYTES:
             slot = self._team.slots(what.numel, torch.uint8)[root]
             if is_root:
                 slot.copy_(data)
-            self._team.open(what, timeout)
+            self._team.open(what, call.timeout)
             if not is_root:
                 _copy(data, slot)
             return
@@ -70,7 +65,7 @@ class CopyOperations:
 
         if place is None:
             fill(0, self._staging.own(torch.uint8))
-        self._team.open(what, timeout, own)
+        self._team.open(what, call.timeout, own)
         places = self._team.places(own)
         if places[root].memory != NOWHERE:
             if not is_root:
@@ -79,24 +74,20 @@ class CopyOperations:
         else:
             self._relay(-(-what.numel // BLOCK_BYTES), places, fill, drain)
 
-    def all_gather(
-        self, outputs: Sequence[torch.Tensor] | None, sizes: tuple[int, ...], input: torch.Tensor,
-        root: int, timeout: timedelta,
-    ) -> None:
-        """Fill `outputs[r]` with rank r's `input`, on every rank or only on `root`.
+    def all_gather(self, call: Call) -> None:
+        """Fill output r with rank r's input, on every rank or, for GATHER, only on `root`.
 
-        `sizes` are everybody's numbers of bytes. `outputs[index]` may be `input`. A rank that is to
-        receive nothing has no outputs.
+        Output `index` may be the input. A rank that is to receive nothing has no outputs.
         """
-        data = as_bytes(input)
-        received = None if outputs is None else [as_bytes(output) for output in outputs]
-        verb = Verb.ALL_GATHER if root == ANY_ROOT else Verb.GATHER
-        what = signature(verb, torch.uint8, sum(sizes), ReduceOp.SUM, root, 1.0, layout_of(sizes))
+        data = as_bytes(call.inputs[0])
+        received = [as_bytes(output) for output in call.outputs]
+        sizes = call.sizes or tuple(target.numel() for target in received)
+        what = signature(call.verb, torch.uint8, sum(sizes), ReduceOp.SUM, call.root, 1.0, layout_of(sizes))
         largest = max(sizes)
         if largest <= SLOT_BYTES:
             slots = self._team.slots(largest, torch.uint8)
             _put(slots[self._index], data)
-            self._team.open(what, timeout)
+            self._team.open(what, call.timeout)
             self._receive(received, slots, data)
             return
         place = self._team.memory.locate(data) if data.numel() else None
@@ -106,14 +97,13 @@ class CopyOperations:
             _put(half, data[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES])
 
         def drain(block: int, halves: list[torch.Tensor]) -> None:
-            if received is not None:
-                for index, (half, target) in enumerate(zip(halves, received, strict=True)):
-                    if index != self._index:
-                        _get(half, target[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES])
+            for index, target in enumerate(received):
+                if index != self._index:
+                    _get(halves[index], target[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES])
 
         if place is None:
             fill(0, self._staging.own(torch.uint8))
-        self._team.open(what, timeout, own)
+        self._team.open(what, call.timeout, own)
         places = self._team.places(own)
         if all(p.memory != NOWHERE for p in places):
             views = [self._team.view(i, p.memory, sizes[i], torch.uint8) for i, p in enumerate(places)]
@@ -122,16 +112,14 @@ class CopyOperations:
             return
         self._join_staging(places, own, fill)
         self._relay(-(-largest // BLOCK_BYTES), places, fill, drain)
-        if received is not None:
+        if received:
             _keep(data, received[self._index])
 
-    def all_to_all(
-        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], timeout: timedelta
-    ) -> None:
-        """Fill `outputs[r]` with what rank r has in `inputs[index]`. Sizes may all differ."""
-        given = [as_bytes(tensor) for tensor in inputs]
-        received = [as_bytes(tensor) for tensor in outputs]
-        sizes = self._exchange_sizes(given, received, timeout)
+    def all_to_all(self, call: Call) -> None:
+        """Fill output r with what rank r has in its input `index`. Sizes may all differ."""
+        given = [as_bytes(tensor) for tensor in call.inputs]
+        received = [as_bytes(tensor) for tensor in call.outputs]
+        sizes = self._exchange_sizes(given, received, call)
         column = BLOCK_BYTES // self._size // ALIGNMENT * ALIGNMENT
         places = self._team.places(Places(staging=self._staging.offset))
 
@@ -153,14 +141,14 @@ class CopyOperations:
         _keep(given[self._index], received[self._index])
 
     def _exchange_sizes(
-        self, given: Sequence[torch.Tensor], received: Sequence[torch.Tensor], timeout: timedelta
+        self, given: Sequence[torch.Tensor], received: Sequence[torch.Tensor], call: Call
     ) -> list[tuple[int, ...]]:
         """What every rank sends to each, once all have agreed that it is also what each expects."""
         row = struct.Struct(f"<{2 * self._size}q")
         slots = self._team.slots(row.size, torch.uint8)
         packed = row.pack(*(t.numel() for t in given), *(t.numel() for t in received))
         slots[self._index].copy_(torch.frombuffer(bytearray(packed), dtype=torch.uint8))
-        self._team.open(signature(Verb.ALL_TO_ALL), timeout, Places(staging=self._staging.offset))
+        self._team.open(signature(Verb.ALL_TO_ALL), call.timeout, Places(staging=self._staging.offset))
         rows = [row.unpack(bytes(slot.tolist())) for slot in slots]
         sent = [r[: self._size] for r in rows]
         for source in range(self._size):
@@ -178,15 +166,13 @@ class CopyOperations:
     # ---- ways
 
     def _receive(
-        self, received: Sequence[torch.Tensor] | None, sources: Sequence[torch.Tensor], own: torch.Tensor
+        self, received: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], own: torch.Tensor
     ) -> None:
-        if received is None:
-            return
-        for index, (source, target) in enumerate(zip(sources, received, strict=True)):
+        for index, target in enumerate(received):
             if index == self._index:
                 _keep(own, target)
             else:
-                _get(source, target)
+                _get(sources[index], target)
 
     def _join_staging(self, places: list[Places], own: Places, fill: _Fill) -> None:
         """Let those whose data lies in shared memory, where not everybody's does, show it too."""

@@ -15,15 +15,15 @@ Tensors are flat and contiguous here.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import timedelta
 
 import torch
 
 from ...memory.arena import ALIGNMENT
-from ..transport.signature import ANY_ROOT, ReduceOp, Signature, Verb, layout_of, signature
+from ..transport.signature import ANY_ROOT, Signature, Verb, layout_of, signature
 from ..transport.staging import BLOCK_BYTES, StagingBuffer
 from ..transport.team import NOWHERE, SLOT_BYTES, Places, Team
 from .arithmetic import CHUNK_BYTES, reduce_into
+from .call import Call
 
 _MAX_PREPARED = 256
 
@@ -45,23 +45,22 @@ class ReduceOperations:
         self._index = team.index
         self._prepared: dict[tuple[tuple[int, ...], int, torch.dtype], list[list[torch.Tensor]]] = {}
 
-    def all_reduce(
-        self, tensor: torch.Tensor, op: ReduceOp, scale: float, timeout: timedelta
-    ) -> None:
-        """Replace `tensor` by scale × the reduction over all ranks."""
+    def all_reduce(self, call: Call) -> None:
+        """Replace the output by scale × the reduction over all ranks."""
+        tensor = call.outputs[0]
         numel, dtype = tensor.numel(), tensor.dtype
-        what = signature(Verb.ALL_REDUCE, dtype, numel, op, ANY_ROOT, scale)
+        what = signature(Verb.ALL_REDUCE, dtype, numel, call.op, ANY_ROOT, call.scale)
         if numel * dtype.itemsize <= SLOT_BYTES:
             slots = self._team.slots(numel, dtype)
             slots[self._index].copy_(tensor)
-            self._team.open(what, timeout)
-            reduce_into(tensor, slots, op, scale)
+            self._team.open(what, call.timeout)
+            reduce_into(tensor, slots, call.op, call.scale)
             return
         place = self._team.memory.locate(tensor)
         own = Places(NOWHERE if place is None else place, self._staging.offset)
         if place is None:
             self._show_slices(tensor, 0)
-        self._team.open(what, timeout, own)
+        self._team.open(what, call.timeout, own)
         places = self._team.places(own)
         if all(p.memory != NOWHERE for p in places):
             self._reduce_in_place(tuple(p.memory for p in places), what)
@@ -69,55 +68,44 @@ class ReduceOperations:
             self._join_staging(tensor, places, own)
             self._reduce_staged(tensor, what, places, receives=True)
 
-    def reduce(
-        self, tensor: torch.Tensor, root: int, op: ReduceOp, scale: float, timeout: timedelta
-    ) -> None:
-        """Replace `tensor` on rank `root` of the team; leave the others as they are."""
+    def reduce(self, call: Call) -> None:
+        """Replace the output on rank `root` of the team; leave the others' as they are."""
+        tensor, root = call.outputs[0], call.root
         numel, dtype = tensor.numel(), tensor.dtype
-        what = signature(Verb.REDUCE, dtype, numel, op, root, scale)
+        what = signature(Verb.REDUCE, dtype, numel, call.op, root, call.scale)
         if numel * dtype.itemsize <= SLOT_BYTES:
             slots = self._team.slots(numel, dtype)
             slots[self._index].copy_(tensor)
-            self._team.open(what, timeout)
+            self._team.open(what, call.timeout)
             if root == self._index:
-                reduce_into(tensor, slots, op, scale)
+                reduce_into(tensor, slots, call.op, call.scale)
             return
         own = Places(staging=self._staging.offset)
         self._show_slices(tensor, 0)
-        self._team.open(what, timeout, own)
+        self._team.open(what, call.timeout, own)
         self._reduce_staged(tensor, what, self._team.places(own), receives=root == self._index)
 
-    def reduce_scatter(
-        self,
-        output: torch.Tensor,
-        pieces: Sequence[torch.Tensor],
-        whole: torch.Tensor | None,
-        op: ReduceOp,
-        scale: float,
-        timeout: timedelta,
-    ) -> None:
-        """Write scale × the reduction of everybody's piece `index` to `output`, which may be that piece.
-
-        `whole` is the tensor of which `pieces` are the successive parts, if there is one.
-        """
+    def reduce_scatter(self, call: Call) -> None:
+        """Write scale × the reduction of everybody's input `index` to the output, which may be that input."""
+        output, pieces, whole = call.outputs[0], call.inputs, call.whole
         sizes = tuple(piece.numel() for piece in pieces)
         dtype = output.dtype
         what = signature(
-            Verb.REDUCE_SCATTER, dtype, sum(sizes), op, ANY_ROOT, scale, layout_of(sizes)
+            Verb.REDUCE_SCATTER, dtype, sum(sizes), call.op, ANY_ROOT, call.scale, layout_of(sizes)
         )
         if what.numel * dtype.itemsize <= SLOT_BYTES:
             slots = self._team.slots(what.numel, dtype)
             _join(pieces, whole, slots[self._index])
-            self._team.open(what, timeout)
+            self._team.open(what, call.timeout)
             begin = sum(sizes[: self._index])
             sources = [slot[begin : begin + sizes[self._index]] for slot in slots]
-            reduce_into(output, sources, op, scale)
+            reduce_into(output, sources, call.op, call.scale)
             return
         place = None if whole is None else self._team.memory.locate(whole)
         own = Places(NOWHERE if place is None else place, self._staging.offset)
         if place is None:
             self._show_pieces(pieces, 0)
-        self._team.open(what, timeout, own)
+        self._team.open(what, call.timeout, own)
         places = self._team.places(own)
         if all(p.memory != NOWHERE for p in places):
             self._scatter_in_place(output, sizes, tuple(p.memory for p in places), what)
