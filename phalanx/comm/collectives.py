@@ -81,7 +81,7 @@ class Collectives(abc.ABC):
     def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, scale: float = 1.0) -> Work:
         """Give rank r the r-th equal slice of scale × the sum of `input` over ranks.
 
-        `output` may be that slice of `input` itself.
+        `output` may be that slice of `input` itself. What the rest of `input` holds afterwards is undefined.
         """
 
     @abc.abstractmethod

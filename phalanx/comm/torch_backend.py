@@ -42,6 +42,7 @@ class TorchCollectives(Collectives):
 
     def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, scale: float = 1.0) -> Work:
         if scale != 1.0:
+            # In place, which `Collectives` allows: a copy would cost a pass over memory and the memory itself.
             input.mul_(scale)
         return _started(
             dist.reduce_scatter_single(as_real(output), as_real(input), group=self.group, async_op=True)
@@ -57,6 +58,7 @@ class TorchCollectives(Collectives):
 def collectives_for(group: dist.ProcessGroup) -> Collectives:
     """The fastest collectives that this group offers."""
     if dist.get_backend(group) == dist.Backend.GLOO:
+        # Here and not above: GlooCollectives derives from the class in this module.
         from .gloo import GlooCollectives
 
         return GlooCollectives(group)

@@ -26,8 +26,8 @@ INTEGERS = (torch.uint8, torch.int8, torch.int32, torch.int64)
 SHORT = torch.int16  # which gloo does not have
 OPS = ("SUM", "AVG", "MIN", "MAX", "PRODUCT")
 BITWISE = ("BAND", "BOR", "BXOR")
-LARGE = 300_007  # more than a slot in every dtype, more than a block in the longer
-MEDIUM = 70_001  # more than a slot in the longer dtypes: enough where many ranks share two cores
+LARGE = 300_007  # more than travels inline in every dtype, more than a block in the longer
+MEDIUM = 70_001  # more than travels inline in the longer dtypes: enough where many ranks share two cores
 
 
 @dataclass(frozen=True)

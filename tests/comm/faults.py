@@ -137,7 +137,7 @@ def _still_broken(group: PhalanxProcessGroup) -> str:
 def _team(group: PhalanxProcessGroup) -> Team:
     operations = group.lane.operations
     if isinstance(operations, HierarchicalOperations):
-        return operations._local.team
+        return operations.local.team
     assert isinstance(operations, HostOperations)
     return operations.team
 

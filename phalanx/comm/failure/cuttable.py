@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 
 @dataclass(frozen=True)
-class _Line:
+class _Connection:
     """A connected TCP socket of this process. The inode tells whether the descriptor still means it."""
 
     fd: int
@@ -33,27 +33,27 @@ class CuttableGloo:
     """A gloo group, and the sockets it consists of."""
 
     def __init__(self, store: dist.Store, rank: int, world: int, timeout: timedelta) -> None:
-        before = _lines()
+        before = _connections()
         # Typed as anything: torch's stubs leave out the methods of backends.
         self.backend: Any = dist.ProcessGroupGloo(store, rank, world, timeout=timeout)
-        made = {fd: line for fd, line in _lines().items() if before.get(fd) != line}
-        self._lines = _with_both_ends_here(made, store, rank, world, timeout)
+        made = {fd: connection for fd, connection in _connections().items() if before.get(fd) != connection}
+        self._connections = _shared(made, store, rank, world, timeout)
 
     def cut(self) -> None:
         """Shut the group's connections down. It cannot be used any more, by any rank."""
-        for line in self._lines:
+        for connection in self._connections:
             try:
-                if os.fstat(line.fd).st_ino == line.inode:
-                    with socket.socket(fileno=os.dup(line.fd)) as connection:
+                if os.fstat(connection.fd).st_ino == connection.inode:
+                    with socket.socket(fileno=os.dup(connection.fd)) as duplicate:
                         # Reading only. gloo takes the end of its input for the end of the peer and closes, but a
                         # write of its own that fails can leave the sender waiting until the time limit.
-                        connection.shutdown(socket.SHUT_RD)
+                        duplicate.shutdown(socket.SHUT_RD)
             except OSError:
                 pass  # closed by then, which is as good
 
 
-def _lines() -> dict[int, _Line]:
-    lines = {}
+def _connections() -> dict[int, _Connection]:
+    connections = {}
     for name in os.listdir("/proc/self/fd"):
         try:
             status = os.fstat(int(name))
@@ -61,23 +61,23 @@ def _lines() -> dict[int, _Line]:
                 with socket.socket(fileno=os.dup(int(name))) as connection:
                     if connection.family in (socket.AF_INET, socket.AF_INET6):
                         ends = str(connection.getsockname()[:2]), str(connection.getpeername()[:2])
-                        lines[int(name)] = _Line(int(name), status.st_ino, *ends)
+                        connections[int(name)] = _Connection(int(name), status.st_ino, *ends)
         except OSError:
             continue  # closed since it was listed, or not connected
-    return lines
+    return connections
 
 
-def _with_both_ends_here(
-    made: Mapping[int, _Line], store: dist.Store, rank: int, world: int, timeout: timedelta
-) -> list[_Line]:
-    """Those of the lines made while the group was that also another rank saw being made.
+def _shared(
+    made: Mapping[int, _Connection], store: dist.Store, rank: int, world: int, timeout: timedelta
+) -> list[_Connection]:
+    """Those of the connections made with the group whose other end another rank has seen being made.
 
     Another thread may have opened a connection of its own at the same time, which must not be cut.
     """
-    keys = [f"lines/{r}" for r in range(world)]
-    store.set(keys[rank], json.dumps([(line.near, line.far) for line in made.values()]))
+    keys = [f"connections/{r}" for r in range(world)]
+    store.set(keys[rank], json.dumps([(connection.near, connection.far) for connection in made.values()]))
     store.wait(keys, timeout)
     far_ends = {
         (far, near) for value in store.multi_get(keys) for near, far in json.loads(value)
     }
-    return [line for line in made.values() if (line.near, line.far) in far_ends]
+    return [connection for connection in made.values() if (connection.near, connection.far) in far_ends]

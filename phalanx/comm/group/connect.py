@@ -23,17 +23,20 @@ def connect(
     try:
         teams = teams_of(rendezvous.announce(host_identity()))
         members = next(team for team in teams if rank in team)
+        # Before the ranks meet: whoever is linked to may look into this rank's control block at once.
         control, memory = ControlBlock(), process_memory()
         links = rendezvous.meet(members, control.arena, memory)
     finally:
         rendezvous.close()
+    # Ranks meet by their numbers in the group; errors name them as users know them.
     for peer, link in links.items():
-        link.name = global_ranks[peer]
+        link.peer = global_ranks[peer]
     by_rank = {global_ranks[peer]: link for peer, link in links.items()}
     team = Team(global_ranks[rank], [global_ranks[member] for member in members], by_rank, control, memory)
     local = HostOperations(team)
     if len(teams) == 1:
         return local
+    # The leads connect to each other in here, which fails if a host does not come.
     try:
         return HierarchicalOperations(local, teams, rank, global_ranks, store, timeout)
     except BaseException:

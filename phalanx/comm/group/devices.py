@@ -32,8 +32,8 @@ class DeviceBackends:
         self._store = store
         self._rank = rank
         self._world = world
-        self._lines = CuttableGloo(dist.PrefixStore("gloo", store), rank, world, timeout)
-        self.gloo = self._lines.backend
+        self._cuttable = CuttableGloo(dist.PrefixStore("gloo", store), rank, world, timeout)
+        self.gloo = self._cuttable.backend
         self._made: dict[str, Backend] = {"cpu": self.gloo}
         # For calls that reach the group from C++ under a name that Python cannot override.
         group._register_backend(_CPU, dist.ProcessGroup.BackendType.GLOO, self.gloo)
@@ -68,13 +68,13 @@ class DeviceBackends:
 
     def abort(self) -> None:
         """Make every collective under way raise."""
-        self._lines.cut()
+        self._cuttable.cut()
         for backend in self._made.values():
             backend.abort()
 
     def shutdown(self) -> None:
         """Close every connection."""
-        self._lines.cut()
+        self._cuttable.cut()
         for backend in self._made.values():
             backend.shutdown()
 

@@ -27,6 +27,7 @@ class ShmCollectives(Collectives):
         self.rank = lane.rank
         self.world = lane.world
         self._lane = lane
+        # Held, because the segment lives only as long as somebody uses it.
         self._memory = process_memory()
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -46,7 +46,7 @@ class LaneWork(dist.Work):
             limit = timeout.total_seconds()
             if limit <= 0:
                 self._lane.help_until(self)
-            if not self._done.wait(limit if limit > 0 else None):
+            if not self._done.is_set() and not self._done.wait(limit if limit > 0 else None):
                 raise CollectiveTimeout(f"{self._verb.name.lower()} was not finished within {limit:g} s.")
         if self._error is not None:
             raise self._error
@@ -89,7 +89,7 @@ class LaneWork(dist.Work):
         try:
             if refusal is not None:
                 raise refusal
-            self._lane.carry_out(calls)
+            self._lane.run(calls)
         except BaseException as error:
             self._error = error
         # Together with `get_future`: a future made in between is resolved there or here, never by neither.
@@ -184,7 +184,7 @@ class Lane:
                 if self._closed is not None:
                     raise self._closed
                 result = _outputs(calls)
-                self.carry_out(calls)
+                self.run(calls)
             finally:
                 self._turn.release()
             return CompletedWork(result)
@@ -192,10 +192,12 @@ class Lane:
         work.wait()
         return work
 
-    def carry_out(self, calls: Sequence[Call]) -> None:
-        """Carry out `calls` in this thread. Whoever calls this has the turn."""
+    def run(self, calls: Sequence[Call]) -> None:
+        """Carry out `calls` in this thread, which has the turn."""
         for call in calls:
+            call.flatten(self.rank, self.world)
             self.operations.run(call)
+            call.restore()
 
     def help_until(self, work: LaneWork) -> None:
         """Run works from the queue, this one included, unless another thread is at it."""
@@ -223,8 +225,8 @@ class Lane:
             "finished. Wait for every work before destroying the group.",
             (self.global_rank,),
         )
-        # In this order: the call under way must raise before its thread gives up the turn, and nothing may be
-        # freed while a thread could still be in a call.
+        # In this order: `leave` makes the call under way raise, so that its thread gives up the turn; and nothing
+        # may be freed while a thread could still be in a call.
         self.operations.leave(reason)
         with self._turn:
             while self._queue:

@@ -1,4 +1,4 @@
-"""Groups that outlive their welcome: at the end of the process, and in forked children."""
+"""Groups that are still open at the end of the process, or in a forked child: closed or abandoned here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The leads: one rank a host, which talk to each other over gloo for all ranks of their hosts.
+"""The leads: one rank per host, which talk to each other over gloo for all ranks of their hosts.
 
 Hosts are numbered; the lead of host h is rank h of the leads' gloo group. Everything is made of messages between
 two leads, never of gloo's own collectives, and a lead waits only for what it is to receive and what arrives at once.
@@ -46,8 +46,8 @@ class Leads:
     ) -> None:
         self.host = host
         self.num_hosts = num_hosts
-        self._lines = CuttableGloo(store, host, num_hosts, timeout)
-        self._gloo = self._lines.backend
+        self._cuttable = CuttableGloo(store, host, num_hosts, timeout)
+        self._gloo = self._cuttable.backend
         self._scratch = scratch
         self._others = [other for other in range(num_hosts) if other != host]
         self._byte = torch.zeros(1, dtype=torch.uint8)
@@ -136,7 +136,7 @@ class Leads:
 
     def cut(self) -> None:
         """Cut the connections, so that whatever waits on them, here or on another host, raises."""
-        self._lines.cut()
+        self._cuttable.cut()
 
     def _slices(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """A slice of a flat tensor for each host; the last ones are shorter, or empty."""

@@ -1,7 +1,7 @@
 """Gradients in eight bits: blocks of integers with one scale each, and error feedback.
 
 Each rank sends its own integers and scales to all (one all-gather), and every rank adds up the same
-bytes in the same order, so replicas stay bit-identical. A rank receives (world - 1) bytes an element,
+bytes in the same order, so replicas stay bit-identical. A rank receives (world - 1) bytes per element,
 against 8 for a plain fp32 all-reduce: worth it up to about eight ranks.
 """
 

@@ -66,6 +66,7 @@ class HookState(abc.ABC):
         step = state.get("iter")
         if not isinstance(step, int) or step < 0:
             raise StateError(f"the state_dict of {kind} has 'iter' {step!r}, expected a count of steps.")
+        # All of it is checked before anything is changed.
         for name in self.kinds:
             _check_tensors(kind, name, state.get(name))
         self.load_tensors({name: state[name] for name in self.kinds})

@@ -6,11 +6,8 @@ number in every process, whereas addresses differ. This module knows nothing of 
 collectives.
 
 The file has no name: it is reached only through its descriptor, and the kernel frees it with the
-last process that maps it, so a crash leaves nothing behind. It consists of extents, each mapped
-as one piece; the first page lists them, so that a peer maps an extent when first told of an
-offset inside it. Extents are allocated in full when made (never by a later page fault), so that
-running out of memory is an exception here and not a signal in the middle of a reduction. Large
-extents consist of huge pages where the kernel has some: copying them takes a third less time.
+last process that maps it, so a crash leaves nothing behind. It grows by extents; the first page lists
+them, so that a peer maps an extent when first told of an offset inside it.
 """
 
 from __future__ import annotations
@@ -24,96 +21,16 @@ import weakref
 from bisect import bisect_right, insort
 from collections import deque
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 
 from ...errors import CommunicationError
+from .extent import HUGE_PAGE_BYTES, PAGE_BYTES, Extent, MappedFile, aligned, collapse, map_extent, reserve
 
-ALIGNMENT = 64  # a cache line: two tensors never share one
-_PAGE = 4096
-_HUGE_PAGE = 2 << 20
-_MADV_COLLAPSE = 25  # not in Python's mmap; an error on Linux before 6.1
 _MIN_EXTENT_BYTES = 1 << 20
 _RETURNED_BYTES = 1 << 20  # free places from this size on go back to the kernel when they do not fit
 _TABLE_ROW = struct.Struct("<QQ")  # first byte and number of bytes of one extent
-_TABLE_ROWS = _PAGE // _TABLE_ROW.size - 1
-
-
-def aligned(num_bytes: int, alignment: int = ALIGNMENT) -> int:
-    """`num_bytes` rounded up to a multiple of `alignment`."""
-    return (num_bytes + alignment - 1) // alignment * alignment
-
-
-@dataclass(frozen=True)
-class _Extent:
-    start: int
-    num_bytes: int
-    memory: mmap.mmap
-    bytes_view: torch.Tensor  # uint8 over the whole extent; keeps `memory` mapped
-    address: int
-
-
-def _map(fd: int, start: int, num_bytes: int) -> mmap.mmap:
-    """Map a piece of a file; a large one, if possible, at an address at which huge pages can lie."""
-    memory = mmap.mmap(fd, num_bytes, offset=start)
-    excess = ctypes.addressof(ctypes.c_char.from_buffer(memory)) % _HUGE_PAGE
-    if num_bytes < _HUGE_PAGE or excess == 0:
-        return memory
-    # Mappings are put one below the other, so one longer by the excess begins where it should. What
-    # is mapped too much lies beyond the extent, where the file has room and no memory.
-    memory.close()
-    return mmap.mmap(fd, num_bytes + excess, offset=start)
-
-
-def _map_extent(fd: int, start: int, num_bytes: int) -> _Extent:
-    try:
-        memory = _map(fd, start, num_bytes)
-    except OSError as error:
-        raise CommunicationError(
-            f"cannot map {num_bytes} bytes of shared memory: {error}. Raise the limit on address space "
-            "(ulimit -v), or use fewer ranks a host."
-        ) from error
-    bytes_view = torch.frombuffer(memory, dtype=torch.uint8, count=num_bytes)
-    return _Extent(start, num_bytes, memory, bytes_view, bytes_view.data_ptr())
-
-
-def _available_bytes() -> int | None:
-    """Memory the kernel could still give out, or None where it does not say."""
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return None
-
-
-def _reserve(fd: int, start: int, num_bytes: int) -> None:
-    """Give the file's bytes [start, start + num_bytes) memory now, or raise saying how much was asked."""
-    available = _available_bytes()
-    remedy = "Use fewer ranks a host, smaller buckets, or a machine with more memory."
-    # Asked in advance: the kernel answers an allocation it cannot meet by killing a process.
-    if available is not None and num_bytes > available:
-        raise CommunicationError(
-            f"out of shared memory: asked for {num_bytes} bytes, {available} are available. {remedy}"
-        )
-    try:
-        os.posix_fallocate(fd, start, num_bytes)
-    except OSError as error:
-        raise CommunicationError(
-            f"out of shared memory: asked for {num_bytes} bytes beyond the {start} in use: {error}. {remedy}"
-        ) from error
-
-
-def _collapse(memory: mmap.mmap, at: int, num_bytes: int) -> None:
-    """Bring the whole huge pages of a range together; extents of that size begin with one."""
-    first, end = aligned(at, _HUGE_PAGE), (at + num_bytes) // _HUGE_PAGE * _HUGE_PAGE
-    if first < end:
-        try:
-            memory.madvise(_MADV_COLLAPSE, first, end - first)
-        except OSError:
-            pass  # no huge pages to be had: small ones do
+_TABLE_ROWS = PAGE_BYTES // _TABLE_ROW.size - 1
 
 
 @dataclass
@@ -155,34 +72,7 @@ class _FreeList:
         self.lengths[start] = num_bytes
 
 
-class _Mapped:
-    """A memory file as this process has mapped it."""
-
-    def __init__(self) -> None:
-        self._extents: list[_Extent] = []
-        self._starts: list[int] = []
-
-    def view(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """The `numel` elements at `offset`. Their owner must have published them since."""
-        extent = self._extent(offset)
-        begin = offset - extent.start
-        return extent.bytes_view[begin : begin + numel * dtype.itemsize].view(dtype)
-
-    def mapping(self, offset: int) -> tuple[mmap.mmap, int]:
-        """The memory that holds `offset`, and where in it."""
-        extent = self._extent(offset)
-        return extent.memory, offset - extent.start
-
-    def _extent(self, offset: int) -> _Extent:
-        return self._extents[bisect_right(self._starts, offset) - 1]
-
-    def _append(self, extent: _Extent) -> None:
-        # In this order: a reader without the lock finds an extent through its start.
-        self._extents.append(extent)
-        self._starts.append(extent.start)
-
-
-class Arena(_Mapped):
+class Arena(MappedFile):
     """This process's own shared memory. Safe to use from several threads."""
 
     def __init__(self, name: str) -> None:
@@ -199,10 +89,10 @@ class Arena(_Mapped):
         self._returned: deque[tuple[int, int]] = deque()
         self._retired: set[int] = set()
         self._has_holes = False
-        _reserve(self.fd, 0, _PAGE)
-        self._table = _map_extent(self.fd, 0, _PAGE)
-        self._end = _PAGE
-        self._num_bytes = _PAGE
+        reserve(self.fd, 0, PAGE_BYTES)
+        self._table = map_extent(self.fd, 0, PAGE_BYTES)
+        self._end = PAGE_BYTES
+        self._num_bytes = PAGE_BYTES
 
     def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A zeroed flat tensor with a storage of its own; its memory returns with the last view."""
@@ -270,16 +160,16 @@ class Arena(_Mapped):
     def _refill(self, offset: int, num_bytes: int) -> None:
         """Memory for a free place, whose pages may have gone back to the kernel."""
         try:
-            _reserve(self.fd, offset, num_bytes)
+            reserve(self.fd, offset, num_bytes)
         except CommunicationError:
             self._free.give(offset, num_bytes, self._starts)
             raise
-        _collapse(*self.mapping(offset), num_bytes)
+        collapse(*self.mapping(offset), num_bytes)
 
     def _return_free(self) -> None:
         """Give the kernel the pages of free places: they did not fit, so their memory should not count twice."""
         for start, num_bytes in self._free.items():
-            first, end = aligned(start, _PAGE), (start + num_bytes) // _PAGE * _PAGE
+            first, end = aligned(start, PAGE_BYTES), (start + num_bytes) // PAGE_BYTES * PAGE_BYTES
             if num_bytes >= _RETURNED_BYTES and first < end:
                 memory, at = self.mapping(first)
                 memory.madvise(mmap.MADV_REMOVE, at, end - first)
@@ -296,6 +186,8 @@ class Arena(_Mapped):
             extent = self._make_extent(max(num_bytes, self._num_bytes // 8, _MIN_EXTENT_BYTES))
         except CommunicationError:
             extent = self._make_extent(num_bytes)
+        # The row before the count: a peer reads as many rows as the count says. It does so only after a signal
+        # that tells it of an offset in the new extent, which orders these stores before its loads.
         row = len(self._extents)
         _TABLE_ROW.pack_into(self._table.memory, (row + 1) * _TABLE_ROW.size, extent.start, extent.num_bytes)
         _TABLE_ROW.pack_into(self._table.memory, 0, row + 1, 0)
@@ -303,33 +195,34 @@ class Arena(_Mapped):
         self._free.give(extent.start, extent.num_bytes, self._starts)
         self._num_bytes += extent.num_bytes
 
-    def _make_extent(self, num_bytes: int) -> _Extent:
-        granule = _HUGE_PAGE if num_bytes >= _HUGE_PAGE else _PAGE
+    def _make_extent(self, num_bytes: int) -> Extent:
+        granule = HUGE_PAGE_BYTES if num_bytes >= HUGE_PAGE_BYTES else PAGE_BYTES
         start, num_bytes = aligned(self._end, granule), aligned(num_bytes, granule)
         try:
-            _reserve(self.fd, start, num_bytes)
-            os.ftruncate(self.fd, start + num_bytes + _HUGE_PAGE)  # the room that `_map` may need
-            extent = _map_extent(self.fd, start, num_bytes)
+            reserve(self.fd, start, num_bytes)
+            os.ftruncate(self.fd, start + num_bytes + HUGE_PAGE_BYTES)  # the room that `_map` may need
+            extent = map_extent(self.fd, start, num_bytes)
         except CommunicationError:
             os.ftruncate(self.fd, start)  # give back what was reserved
             raise
         self._end = start + num_bytes
-        _collapse(extent.memory, 0, num_bytes)
+        collapse(extent.memory, 0, num_bytes)
         return extent
 
 
-class PeerArena(_Mapped):
+class PeerArena(MappedFile):
     """Another process's arena, mapped as far as it was needed.
 
-    One object a memory file, however many groups attach to it: see `attach`.
+    One object per memory file, however many groups attach to it: see `attach`.
     """
 
     def __init__(self, fd: int) -> None:
         super().__init__()
         self._fd = fd
+        # Not at exit, when the kernel closes it anyway and Python no longer runs in a known order.
         weakref.finalize(self, os.close, fd).atexit = False
         self._lock = threading.Lock()
-        self._table = _map_extent(fd, 0, _PAGE)
+        self._table = map_extent(fd, 0, PAGE_BYTES)
 
     @classmethod
     def attach(cls, fd: int) -> PeerArena:
@@ -344,7 +237,7 @@ class PeerArena(_Mapped):
                 os.close(fd)
             return arena
 
-    def _extent(self, offset: int) -> _Extent:
+    def _extent(self, offset: int) -> Extent:
         index = bisect_right(self._starts, offset) - 1
         if index < 0 or offset >= self._extents[index].start + self._extents[index].num_bytes:
             self._map_published()
@@ -355,7 +248,7 @@ class PeerArena(_Mapped):
             (num_extents, _) = _TABLE_ROW.unpack_from(self._table.memory, 0)
             for row in range(len(self._extents), num_extents):
                 start, num_bytes = _TABLE_ROW.unpack_from(self._table.memory, (row + 1) * _TABLE_ROW.size)
-                self._append(_map_extent(self._fd, start, num_bytes))
+                self._append(map_extent(self._fd, start, num_bytes))
 
 
 _attach_lock = threading.Lock()

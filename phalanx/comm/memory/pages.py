@@ -12,7 +12,7 @@ import mmap
 
 import torch
 
-# Below this a tensor is small change to the heap.
+# Below this a tensor leaves no hole in the heap that would matter.
 _LARGE_BYTES = 1 << 20
 
 

@@ -1,6 +1,6 @@
 """This process's shared memory for users: the segment in which buckets and parameters live.
 
-One arena a process, not a group: a tensor allocated through one group lies in shared memory for
+One arena per process, not per group: a tensor allocated through one group lies in shared memory for
 every other group too, and peers map it once. The arena lives as long as a group uses it; tensors
 stay valid after that, as ordinary memory.
 """

@@ -59,7 +59,7 @@ def _keep_contract(rank: int, world: int, cases: Sequence[Case]) -> list[list[in
     me = Rank(rank, world)
     for case in cases:
         check(case, me)
-    return [list(team) for team in operations._teams]
+    return [list(team) for team in operations.teams]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 
-from phalanx.comm.memory import arena as arena_module
+from phalanx.comm.memory import extent
 from phalanx.comm.memory.arena import Arena, PeerArena
 from phalanx.errors import CommunicationError
 
@@ -73,7 +73,7 @@ def test_a_place_that_cannot_be_refilled_stays_free(monkeypatch: pytest.MonkeyPa
     place = arena.locate(small)
     del small
     large = arena.allocate(5 * NUMEL, torch.float32)  # the small place has gone back by now
-    monkeypatch.setattr(arena_module, "_available_bytes", lambda: 1)
+    monkeypatch.setattr(extent, "_available_bytes", lambda: 1)
     with pytest.raises(CommunicationError, match=f"asked for {NUMEL * 4} bytes"):
         arena.allocate(NUMEL, torch.float32)
     monkeypatch.undo()

@@ -42,7 +42,7 @@ class Call:
         self.op = op
         self.scale = scale
         self.root = root
-        self.timeout = timeout  # set by the lane, unless the call never passes one
+        self.timeout = timeout  # the lane sets it; a call within another one is made with it
         self.whole: torch.Tensor | None = None
         self.sizes: tuple[int, ...] = ()
         self._copied: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -59,6 +59,8 @@ class Call:
         else:
             writes = self.verb is not Verb.BROADCAST or self.root != rank
         outputs = self.outputs = [self._flat(tensor, writes) for tensor in self.outputs]
+        if not self.inputs:
+            return
         inputs = self.inputs = [self._flat(tensor, False) for tensor in self.inputs]
         if self.verb is Verb.ALL_GATHER and len(outputs) == 1:
             self.outputs = parts(outputs[0], world)

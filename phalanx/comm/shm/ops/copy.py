@@ -1,6 +1,6 @@
 """Collectives that only move: broadcast, all_gather, gather, scatter, all_to_all, barrier.
 
-Small data goes through the slots in the opening step, larger data is read where it lies if that is
+Small data goes inline with the opening step, larger data is read where it lies if that is
 shared memory, and shown on the staging buffers block by block if not (see `reduce`). Tensors are flat and
 contiguous, and are moved as bytes whatever their type.
 """
@@ -13,10 +13,10 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ....errors import MismatchError
-from ...memory.arena import ALIGNMENT
+from ...memory.extent import ALIGNMENT
 from ..transport.signature import ReduceOp, Verb, layout_of, signature
 from ..transport.staging import BLOCK_BYTES, StagingBuffer
-from ..transport.team import NOWHERE, SLOT_BYTES, Places, Team
+from ..transport.team import INLINE_BYTES, NOWHERE, Places, Team
 from .call import Call, as_bytes
 
 _WORD = torch.int64
@@ -44,14 +44,16 @@ class CopyOperations:
         data, root = as_bytes(call.outputs[0]), call.root
         what = signature(Verb.BROADCAST, torch.uint8, data.numel(), ReduceOp.SUM, root)
         is_root = root == self._index
-        if what.numel <= SLOT_BYTES:
-            slot = self._team.slots(what.numel, torch.uint8)[root]
+        if what.numel <= INLINE_BYTES:
+            # Only the root's inline area is used; the opening step publishes what it wrote there.
+            area = self._team.inline(what.numel, torch.uint8)[root]
             if is_root:
-                slot.copy_(data)
+                area.copy_(data)
             self._team.open(what, call.timeout)
             if not is_root:
-                _copy(data, slot)
+                _copy(data, area)
             return
+        # Where the others' tensors lie does not matter: each copies into its own.
         place = self._team.memory.locate(data) if is_root else None
         own = Places(NOWHERE if place is None else place, self._staging.offset)
 
@@ -70,6 +72,7 @@ class CopyOperations:
         if places[root].memory != NOWHERE:
             if not is_root:
                 _copy(data, self._team.view(root, places[root].memory, what.numel, torch.uint8))
+            # The root's tensor is read until all have taken this step; its owner must not change it before.
             self._team.step()
         else:
             self._relay(-(-what.numel // BLOCK_BYTES), places, fill, drain)
@@ -84,11 +87,11 @@ class CopyOperations:
         sizes = call.sizes or tuple(target.numel() for target in received)
         what = signature(call.verb, torch.uint8, sum(sizes), ReduceOp.SUM, call.root, 1.0, layout_of(sizes))
         largest = max(sizes)
-        if largest <= SLOT_BYTES:
-            slots = self._team.slots(largest, torch.uint8)
-            _put(slots[self._index], data)
+        if largest <= INLINE_BYTES:
+            areas = self._team.inline(largest, torch.uint8)
+            _put(areas[self._index], data)
             self._team.open(what, call.timeout)
-            self._receive(received, slots, data)
+            self._receive(received, areas, data)
             return
         place = self._team.memory.locate(data) if data.numel() else None
         own = Places(NOWHERE if place is None else place, self._staging.offset)
@@ -108,7 +111,7 @@ class CopyOperations:
         if all(p.memory != NOWHERE for p in places):
             views = [self._team.view(i, p.memory, sizes[i], torch.uint8) for i, p in enumerate(places)]
             self._receive(received, views, data)
-            self._team.step()
+            self._team.step()  # peers read this rank's input until then
             return
         self._join_staging(places, own, fill)
         self._relay(-(-largest // BLOCK_BYTES), places, fill, drain)
@@ -119,6 +122,8 @@ class CopyOperations:
         """Fill output r with what rank r has in its input `index`. Sizes may all differ."""
         given = [as_bytes(tensor) for tensor in call.inputs]
         received = [as_bytes(tensor) for tensor in call.outputs]
+        # Nobody knows what the others will send. Sizes first, also because a rank that expects something else
+        # must be noticed while all are in step.
         sizes = self._exchange_sizes(given, received, call)
         column = BLOCK_BYTES // self._size // ALIGNMENT * ALIGNMENT
         places = self._team.places(Places(staging=self._staging.offset))
@@ -133,6 +138,7 @@ class CopyOperations:
                 if index != self._index:
                     _get(halves[index][self._index * column :], target[block * column : (block + 1) * column])
 
+        # By the largest piece of any rank: all ranks take equally many steps, whatever they send themselves.
         num_blocks = -(-max(max(row) for row in sizes) // column)
         if num_blocks:
             fill(0, self._staging.own(torch.uint8))
@@ -145,11 +151,11 @@ class CopyOperations:
     ) -> list[tuple[int, ...]]:
         """What every rank sends to each, once all have agreed that it is also what each expects."""
         row = struct.Struct(f"<{2 * self._size}q")
-        slots = self._team.slots(row.size, torch.uint8)
+        areas = self._team.inline(row.size, torch.uint8)
         packed = row.pack(*(t.numel() for t in given), *(t.numel() for t in received))
-        slots[self._index].copy_(torch.frombuffer(bytearray(packed), dtype=torch.uint8))
+        areas[self._index].copy_(torch.frombuffer(bytearray(packed), dtype=torch.uint8))
         self._team.open(signature(Verb.ALL_TO_ALL), call.timeout, Places(staging=self._staging.offset))
-        rows = [row.unpack(bytes(slot.tolist())) for slot in slots]
+        rows = [row.unpack(bytes(area.tolist())) for area in areas]
         sent = [r[: self._size] for r in rows]
         for source in range(self._size):
             for target in range(self._size):
@@ -188,6 +194,8 @@ class CopyOperations:
             if block + 1 < num_blocks:
                 fill(block + 1, self._staging.own(torch.uint8))
             drain(block, halves)
+            # None after the last block: the half it lies in is filled again only after the next collective's
+            # opening step (see `staging`).
             if block + 1 < num_blocks:
                 self._team.step()
 
@@ -207,6 +215,7 @@ def _keep(data: torch.Tensor, target: torch.Tensor) -> None:
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
     """Copy bytes: many of them as words, which torch does a fifth faster."""
+    # torch makes a view as words only of bytes that begin at a whole word of their storage.
     odd = target.numel() % _WORD.itemsize
     if target.numel() < _MANY_BYTES or any(int(t.storage_offset()) % _WORD.itemsize for t in (target, source)):
         target.copy_(source)

@@ -23,15 +23,9 @@ class Operations(abc.ABC):
     world: int
     global_rank: int  # how messages name this rank
 
-    def run(self, call: Call) -> None:
-        """Carry out a call on tensors of any shape and stride."""
-        call.flatten(self.rank, self.world)
-        self.carry_out(call)
-        call.restore()
-
     @abc.abstractmethod
-    def carry_out(self, call: Call) -> None:
-        """Carry out a call on flat and contiguous tensors, in ordinary memory or in the segment."""
+    def run(self, call: Call) -> None:
+        """Carry out a call, made flat before, on tensors in ordinary memory or in the segment."""
 
     @abc.abstractmethod
     def break_(self, error: CommunicationError) -> None:
@@ -72,7 +66,7 @@ class HostOperations(Operations):
         }
         self._by_verb = tuple(by_verb[verb] for verb in Verb)
 
-    def carry_out(self, call: Call) -> None:
+    def run(self, call: Call) -> None:
         try:
             self._by_verb[call.verb](call)
         except MismatchError:

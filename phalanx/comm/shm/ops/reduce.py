@@ -2,12 +2,12 @@
 
 Three ways, chosen by size and place, the same on all ranks:
 
-- *slot*: small data is written to the control block before the opening step, and every rank reduces all of
+- *inline*: small data is written to the control block before the opening step, and every rank reduces all of
   it for itself. One step in total.
 - *in place*: data that lies in shared memory on every rank. Rank r reduces the r-th slice of
   everybody's tensor where it lies, and writes the result to everybody's. Two steps, no copy.
 - *staged*: anything else, through the staging buffers, block by block. Each rank shows the slices that others
-  reduce, and takes the result of each from its staging buffer. One step a block, and one.
+  reduce, and takes the result of each from its staging buffer. One step per block, and one.
 
 Tensors are flat and contiguous here.
 """
@@ -18,10 +18,10 @@ from collections.abc import Sequence
 
 import torch
 
-from ...memory.arena import ALIGNMENT
+from ...memory.extent import ALIGNMENT
 from ..transport.signature import ANY_ROOT, Signature, Verb, layout_of, signature
 from ..transport.staging import BLOCK_BYTES, StagingBuffer
-from ..transport.team import NOWHERE, SLOT_BYTES, Places, Team
+from ..transport.team import INLINE_BYTES, NOWHERE, Places, Team
 from .arithmetic import CHUNK_BYTES, reduce_into
 from .call import Call
 
@@ -43,6 +43,7 @@ class ReduceOperations:
         self._staging = staging
         self._size = team.size
         self._index = team.index
+        # Views of everybody's memory, by where it lies. Bounded, because each keeps its mapping alive.
         self._prepared: dict[tuple[tuple[int, ...], int, torch.dtype], list[list[torch.Tensor]]] = {}
 
     def all_reduce(self, call: Call) -> None:
@@ -50,17 +51,20 @@ class ReduceOperations:
         tensor = call.outputs[0]
         numel, dtype = tensor.numel(), tensor.dtype
         what = signature(Verb.ALL_REDUCE, dtype, numel, call.op, ANY_ROOT, call.scale)
-        if numel * dtype.itemsize <= SLOT_BYTES:
-            slots = self._team.slots(numel, dtype)
-            slots[self._index].copy_(tensor)
+        if numel * dtype.itemsize <= INLINE_BYTES:
+            areas = self._team.inline(numel, dtype)
+            # Before the opening step, which publishes it: that one step is all the waiting there is.
+            areas[self._index].copy_(tensor)
             self._team.open(what, call.timeout)
-            reduce_into(tensor, slots, call.op, call.scale)
+            reduce_into(tensor, areas, call.op, call.scale)
             return
         place = self._team.memory.locate(tensor)
         own = Places(NOWHERE if place is None else place, self._staging.offset)
         if place is None:
+            # The first block travels with the opening step, so that staging costs no step more.
             self._show_slices(tensor, 0)
         self._team.open(what, call.timeout, own)
+        # Everybody's places are the same on all ranks, so all go the same way from here.
         places = self._team.places(own)
         if all(p.memory != NOWHERE for p in places):
             self._reduce_in_place(tuple(p.memory for p in places), what)
@@ -73,12 +77,12 @@ class ReduceOperations:
         tensor, root = call.outputs[0], call.root
         numel, dtype = tensor.numel(), tensor.dtype
         what = signature(Verb.REDUCE, dtype, numel, call.op, root, call.scale)
-        if numel * dtype.itemsize <= SLOT_BYTES:
-            slots = self._team.slots(numel, dtype)
-            slots[self._index].copy_(tensor)
+        if numel * dtype.itemsize <= INLINE_BYTES:
+            areas = self._team.inline(numel, dtype)
+            areas[self._index].copy_(tensor)
             self._team.open(what, call.timeout)
             if root == self._index:
-                reduce_into(tensor, slots, call.op, call.scale)
+                reduce_into(tensor, areas, call.op, call.scale)
             return
         own = Places(staging=self._staging.offset)
         self._show_slices(tensor, 0)
@@ -93,12 +97,12 @@ class ReduceOperations:
         what = signature(
             Verb.REDUCE_SCATTER, dtype, sum(sizes), call.op, ANY_ROOT, call.scale, layout_of(sizes)
         )
-        if what.numel * dtype.itemsize <= SLOT_BYTES:
-            slots = self._team.slots(what.numel, dtype)
-            _join(pieces, whole, slots[self._index])
+        if what.numel * dtype.itemsize <= INLINE_BYTES:
+            areas = self._team.inline(what.numel, dtype)
+            _join(pieces, whole, areas[self._index])
             self._team.open(what, call.timeout)
             begin = sum(sizes[: self._index])
-            sources = [slot[begin : begin + sizes[self._index]] for slot in slots]
+            sources = [area[begin : begin + sizes[self._index]] for area in areas]
             reduce_into(output, sources, call.op, call.scale)
             return
         place = None if whole is None else self._team.memory.locate(whole)
@@ -142,6 +146,7 @@ class ReduceOperations:
             reduce_into(target, sources, what.op, what.scale)
             for other in sources[1:]:
                 other.copy_(target)
+        # Until they take this step, peers write to this rank's tensor: its owner must not see it before.
         self._team.step()
 
     def _scatter_in_place(
@@ -154,6 +159,7 @@ class ReduceOperations:
             targets = output.split(CHUNK_BYTES // what.dtype.itemsize)
             for target, sources in zip(targets, self._chunks(mine, numel, what.dtype), strict=True):
                 reduce_into(target, sources, what.op, what.scale)
+        # Until they take this step, peers read this rank's input: its owner must not change it before.
         self._team.step()
 
     # ---- staged
@@ -204,11 +210,14 @@ class ReduceOperations:
             target = mine if receives else shown
             reduce_into(target, sources, what.op, what.scale)
             if receives:
+                # Into this rank's own column of its own buffer. Peers take it from there after the next step, as
+                # this rank now takes what they have computed of the block before.
                 shown.copy_(mine)
                 if before is not None:
                     self._collect(*before, column)
                 before = (halves, slices)
             if block + 1 < num_blocks:
+                # To the other half, where peers may still be reading this rank's own column (see `_column`).
                 self._show_slices(tensor, block + 1)
             self._team.step()
         if before is not None:
@@ -242,6 +251,7 @@ class ReduceOperations:
             reduce_into(target, sources, what.op, what.scale)
             if block + 1 < num_blocks:
                 self._show_pieces(pieces, block + 1)
+                # None after the last block: nothing goes back, and the next collective begins with a step.
                 self._team.step()
 
 

@@ -65,14 +65,14 @@ class Link:
 
     def __init__(
         self,
-        name: int,
+        peer: int,
         connection: socket.socket,
         inbox: int,
         outbox: int,
         control: PeerArena,
         memory: PeerArena,
     ) -> None:
-        self.name = name  # the peer's rank
+        self.peer = peer  # its rank in the group; its global rank once the group has met
         self.inbox = inbox
         self.outbox = outbox
         self.control = control
@@ -107,7 +107,7 @@ class Link:
         try:
             self.connection.send(notice.encode(), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
         except OSError:
-            pass  # gone, or drowning in notices: either way it will learn from the socket's end
+            pass  # gone, or its socket is full: either way it will learn from the socket's end
 
     def listen(self) -> Notice | None:
         """The next notice of the peer, if any; the first one is kept in `notice`."""

@@ -58,6 +58,8 @@ class Rendezvous:
         self._timeout = timeout
         self._deadline = time.monotonic() + timeout.total_seconds()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        # Random, so that groups never collide. Other users can read it in /proc/net/unix, but not the token,
+        # which is in the store only.
         self._name = f"phalanx-{secrets.token_hex(16)}"
         self._token = secrets.token_hex(16)
 
@@ -74,6 +76,9 @@ class Rendezvous:
         connections: dict[int, socket.socket] = {}
         links: dict[int, Link] = {}
         try:
+            # Connect to the lower ranks, accept the higher ones, and only then read what the lower ones send: they
+            # answer when they accept, for which they may first have to connect to others. In this order nobody
+            # waits in a circle.
             for peer in inboxes:
                 if peer < self.rank:
                     connections[peer] = self._connect(peer, inboxes[peer], control, memory)
@@ -86,6 +91,7 @@ class Rendezvous:
                 if peer < self.rank:
                     links[peer] = self._receive_link(connections[peer], inboxes)
         except BaseException:
+            # A link owns its descriptors; before it is made, they are ours to close.
             for peer, inbox in inboxes.items():
                 if peer in links:
                     links[peer].close()
@@ -143,8 +149,9 @@ class Rendezvous:
             try:
                 self._check_user(connection)
                 link = self._receive_link(connection, inboxes, self._token)
-                return link.name, link
+                return link.peer, link
             except _NotInGroupError:
+                # Anybody may connect. Whoever does not belong here must not be able to end the rendezvous.
                 connection.close()
 
     def _check_user(self, connection: socket.socket) -> None:

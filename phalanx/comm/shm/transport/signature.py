@@ -47,6 +47,7 @@ DTYPES: tuple[torch.dtype, ...] = (
     torch.int64,
 )
 _DTYPE_CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
+# Verb, dtype, op, root, numel, scale, layout. Padding is written as zeros: ranks compare the bytes.
 _PACKED = struct.Struct("<BBBxiqdI")
 PACKED_BYTES = _PACKED.size
 ANY_ROOT = -1
@@ -77,6 +78,7 @@ class Signature:
         self.layout = layout
         self.name = verb.name.lower()
 
+    # Made once per signature, not once per collective: the ranks compare these bytes in every opening step.
     @cached_property
     def packed(self) -> bytes:
         """The signature as bytes of fixed length."""
@@ -117,4 +119,5 @@ def unpacked(packed: bytes) -> Signature:
 @lru_cache(maxsize=1024)
 def layout_of(sizes: tuple[int, ...]) -> int:
     """A number that differs, as good as surely, between two divisions into pieces; 0 for equal pieces."""
+    # Sizes of any number of pieces have to fit a header of fixed length.
     return 0 if len(set(sizes)) == 1 else zlib.crc32(repr(sizes).encode())

@@ -5,9 +5,10 @@ step each rank signals all others, then waits for a signal from each; what was s
 may be read after the wait. All ranks take the same steps in the same order, because each collective
 begins with the step `open`, in which they compare what they are about to do.
 
-A rank's control block is a piece of its shared memory that all can read: two headers and two slots, used in
-turn by successive collectives. A rank writes into the pair of collective n + 2 only after the first
-step of n + 1, which no peer takes before it has finished n; hence the pair of n is no longer read.
+A rank's control block is a piece of its shared memory that all can read: two headers and two inline
+areas (for small data), used in turn by successive collectives. A rank writes into the pair of collective
+n + 2 only after the first step of n + 1, which no peer takes before it has finished n; hence the pair of n
+is no longer read.
 
 This module knows steps, not what is computed between them, nor how a wait can fail (`watch`).
 """
@@ -28,16 +29,16 @@ from .link import Link
 from .signature import PACKED_BYTES, Signature, unpacked
 from .watch import Watch
 
-SLOT_BYTES = 256 * 1024  # what a rank can hand over in the opening step itself
+INLINE_BYTES = 256 * 1024  # what a rank can hand over in the opening step itself
 NOWHERE = -1
 
 _PROGRESS = struct.Struct("<Q")
 _PLACES = struct.Struct("<qqq")
 _HEADER_BYTES = 128
 _HEADERS_AT = 64
-_SLOTS_AT = 4096
-_CONTROL_BYTES = _SLOTS_AT + 2 * SLOT_BYTES
-_MAX_CACHED_SLOTS = 256
+_INLINE_AT = 4096
+_CONTROL_BYTES = _INLINE_AT + 2 * INLINE_BYTES
+_MAX_CACHED_VIEWS = 256
 
 # Called with the collective, the number of the step in it, and "before", "signalled" or "after".
 Observer = Callable[[str, int, str], None]
@@ -73,17 +74,17 @@ class Team:
     """
 
     def __init__(
-        self, rank: int, global_ranks: Sequence[int], links: Mapping[int, Link], control: ControlBlock, memory: Arena
+        self, global_rank: int, global_ranks: Sequence[int], links: Mapping[int, Link], control: ControlBlock, memory: Arena
     ) -> None:
         self.global_ranks = tuple(global_ranks)
-        self.index = self.global_ranks.index(rank)
+        self.index = self.global_ranks.index(global_rank)
         self.size = len(self.global_ranks)
         self.memory = memory
         self.observer: Observer | None = None
-        self.watch = Watch(rank, [links[name] for name in self.global_ranks if name != rank])
+        self.watch = Watch(global_rank, [links[peer] for peer in self.global_ranks if peer != global_rank])
         self._control = control
-        self._controls = [control.arena if name == rank else links[name].control for name in self.global_ranks]
-        self._memories = [memory if name == rank else links[name].memory for name in self.global_ranks]
+        self._controls = [control.arena if r == global_rank else links[r].control for r in self.global_ranks]
+        self._memories = [memory if r == global_rank else links[r].memory for r in self.global_ranks]
         self._own_page, self._own_at = control.arena.mapping(control.offset)
         self._peer_pages = [link.control.mapping(control.offset) for link in self.watch.links]
         self._outboxes = [link.outbox for link in self.watch.links]
@@ -92,29 +93,29 @@ class Team:
         self._num_steps = 0  # taken since the team met
         self._step = 0  # of the collective under way
         self._signature: Signature | None = None
-        self._slots: dict[tuple[int, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        self._inline: dict[tuple[int, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
 
-    def slots(self, numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
-        """Everybody's slot of the next collective, by index, as `numel` elements."""
+    def inline(self, numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
+        """Everybody's inline area for the next collective, by index, as `numel` elements."""
         # Here as well as in each step: a rank that has failed must leave its control block alone, which a slower
         # one may still be reading.
         self.watch.check()
-        pair = self._slots.get((numel, dtype))
+        pair = self._inline.get((numel, dtype))
         if pair is None:
-            if len(self._slots) == _MAX_CACHED_SLOTS:
-                self._slots.clear()
-            first = self._control.offset + _SLOTS_AT
+            if len(self._inline) == _MAX_CACHED_VIEWS:
+                self._inline.clear()
+            first = self._control.offset + _INLINE_AT
             pair = (
                 [control.view(first, numel, dtype) for control in self._controls],
-                [control.view(first + SLOT_BYTES, numel, dtype) for control in self._controls],
+                [control.view(first + INLINE_BYTES, numel, dtype) for control in self._controls],
             )
-            self._slots[numel, dtype] = pair
+            self._inline[numel, dtype] = pair
         return pair[self._sequence & 1]
 
     def open(self, what: Signature, timeout: timedelta, places: Places = NO_PLACES) -> None:
         """Begin a collective: publish what this rank is about to do, meet all, and compare.
 
-        What was written into this rank's slot before is visible to all afterwards. A rank with
+        What was written into this rank's inline area before is visible to all afterwards. A rank with
         another signature is a `MismatchError` on every rank, and leaves the team as usable as before.
         """
         self.watch.check()
@@ -185,17 +186,17 @@ class Team:
     def _stragglers(self) -> list[int]:
         """The ranks that keep this one waiting: of those absent, the ones with the fewest steps."""
         steps = {
-            link.name: _PROGRESS.unpack_from(page, page_at)[0]
+            link.peer: _PROGRESS.unpack_from(page, page_at)[0]
             for link, (page, page_at) in zip(self.watch.links, self._peer_pages, strict=True)
         }
-        behind = {name: count for name, count in steps.items() if count < self._num_steps}
+        behind = {peer: count for peer, count in steps.items() if count < self._num_steps}
         absent = behind or steps
-        return [name for name, count in absent.items() if count == min(absent.values())]
+        return [peer for peer, count in absent.items() if count == min(absent.values())]
 
     def _mismatch(self, what: Signature, at: int) -> MismatchError:
         calls = [unpacked(page[a + at : a + at + PACKED_BYTES]) for page, a in self._peer_pages]
         calls.insert(self.index, what)
-        listing = ", ".join(f"rank {name}: {c}" for name, c in zip(self.global_ranks, calls, strict=True))
+        listing = ", ".join(f"rank {r}: {c}" for r, c in zip(self.global_ranks, calls, strict=True))
         return MismatchError(
             f"rank {self.global_ranks[self.index]}: the ranks call different collectives: {listing}. "
             "Call the same collectives in the same order, with equal sizes, on every rank."

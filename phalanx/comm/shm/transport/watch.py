@@ -26,11 +26,11 @@ _CROWDED_LOOKS = 10
 class Watch:
     """One rank's watch over its links. One thread waits at a time; any thread may break it.
 
-    `name` and the links' `name` are the ranks as messages call them.
+    `global_rank` and the links' `peer` are the ranks as messages name them.
     """
 
-    def __init__(self, name: int, links: Sequence[Link]) -> None:
-        self.name = name
+    def __init__(self, global_rank: int, links: Sequence[Link]) -> None:
+        self.global_rank = global_rank
         self.links = tuple(links)
         self.doing = "rendezvous"  # what the ranks are at, for messages
         self._broken: CommunicationError | None = None
@@ -78,7 +78,7 @@ class Watch:
                 # It may have signalled just before it left.
                 if link.arrived():
                     return
-                raise _again(self._fail(f"rank {link.name} left the group", (link.name,)))
+                raise _again(self._fail(f"rank {link.peer} left the group", (link.peer,)))
             remaining = deadline - time.monotonic()
             if remaining <= 0:
                 raise _again(self._time_out(timeout_s, stragglers()))
@@ -123,21 +123,21 @@ class Watch:
             self._notices.unregister(link.connection.fileno())
             os.eventfd_write(self._wake, 1)
         elif notice.kind is NoticeKind.DEATH:
-            self._fail(f"the process of rank {link.name} died", (link.name,))
+            self._fail(f"the process of rank {link.peer} died", (link.peer,))
         else:
             kind = CollectiveTimeout if notice.kind is NoticeKind.TIMEOUT else PeerFailure
             # Not told on: whoever noticed first has told everybody.
             self.break_(kind(notice.text, notice.ranks), tell=False)
 
     def _fail(self, what: str, ranks: tuple[int, ...]) -> CommunicationError:
-        text = f"rank {self.name}: {what} while rank {self.name} was waiting in {self.doing}."
+        text = f"rank {self.global_rank}: {what} while rank {self.global_rank} was waiting in {self.doing}."
         remedy = " See that rank's own output for the reason; the group cannot be used any more."
         return self.break_(PeerFailure(text + remedy, ranks))
 
     def _time_out(self, timeout_s: float, ranks: Sequence[int]) -> CommunicationError:
         missing = ", ".join(str(rank) for rank in ranks)
         text = (
-            f"rank {self.name}: {self.doing} timed out after {timeout_s:g} s: rank {missing} did not "
+            f"rank {self.global_rank}: {self.doing} timed out after {timeout_s:g} s: rank {missing} did not "
             "take part. See what that rank is doing (py-spy dump), or raise the group's timeout."
         )
         return self.break_(CollectiveTimeout(text, tuple(ranks)))
