@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from phalanx.comm.heap import SWITCH, keep_freed_memory
+from phalanx.comm.memory.heap import SWITCH, keep_freed_memory
 from phalanx.launch.agent import LaunchSettings, launch
 from phalanx.launch.rundir import RunDirectory
 from phalanx.launch.worker import Worker, init

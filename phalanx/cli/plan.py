@@ -9,7 +9,7 @@ from torch import nn
 
 from phalanx.cli.console import bytes_in_words, console
 from phalanx.comm.collectives import Collectives
-from phalanx.comm.shm.direct import ShmCollectives
+from phalanx.comm.group.direct import ShmCollectives
 from phalanx.ddp.arguments import choose_caps, sparse_names
 from phalanx.errors import ConfigError
 from phalanx.launch.worker import threads_for

@@ -48,6 +48,7 @@ class GradBucket:
         names: Sequence[str] | None = None,
     ) -> None:
         self._index = index
+        # What the reducer gave. A hook may set another buffer for a step, never this one.
         self._origin = self._buffer = buffer
         self._origin_gradients = tuple(gradients)
         self._gradients: tuple[torch.Tensor, ...] | None = self._origin_gradients
@@ -55,7 +56,7 @@ class GradBucket:
         self._is_last = is_last
         positions = (f"bucket{index}[{nth}]" for nth in range(len(self._origin_gradients)))
         self._names = tuple(positions if names is None else names)
-        self._spans: tuple[tuple[int, int], ...] | None = None
+        self._spans: tuple[tuple[int, int], ...] | None = None  # made on first asking: few hooks ask
 
     def index(self) -> int:
         """The bucket's place in the order in which hooks are called, from 0."""
@@ -133,6 +134,7 @@ class GradBucket:
                 f"{tuple(buffer.stride())}. Call gradients() before set_buffer(), or set a flat buffer of "
                 "the same size."
             )
+        # By the strides of the original views: a channels_last gradient stays channels_last in the new buffer.
         start = buffer.storage_offset()
         return tuple(
             buffer.as_strided(gradient.shape, gradient.stride(), start + offset)

@@ -18,7 +18,12 @@ from .failure.board import FailureBoard
 from .failure.waiter import Waiter
 from .work import Work
 
-__all__ = ["Collectives", "Work"]
+__all__ = ["Collectives", "Work", "as_real"]
+
+
+def as_real(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or pairs of reals over the same memory: backends add only reals."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 class Collectives(abc.ABC):
@@ -76,7 +81,7 @@ class Collectives(abc.ABC):
     def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, scale: float = 1.0) -> Work:
         """Give rank r the r-th equal slice of scale × the sum of `input` over ranks.
 
-        `output` may be that slice of `input` itself.
+        `output` may be that slice of `input` itself. What the rest of `input` holds afterwards is undefined.
         """
 
     @abc.abstractmethod

@@ -2,7 +2,7 @@
 
 Gloo's reduce-scatter is an all-reduce of which most is thrown away, and its ring gather waits for one neighbour
 at a time. For large tensors we exchange slices all to all and add them up here (half the traffic), and gather
-by one broadcast a rank, all under way together. Two ranks, 24 MB, milliseconds: reduce-scatter 29 → 14,
+by one broadcast per rank, all under way together. Two ranks, 24 MB, milliseconds: reduce-scatter 29 → 14,
 gather 14 → 8.
 """
 
@@ -16,8 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .collectives import Work
-from .torch_backend import TorchCollectives, _real
+from .collectives import Work, as_real
+from .torch_backend import TorchCollectives
 
 # Below this, the latency of several messages costs more than their traffic saves.
 _LARGE_BYTES = 64 * 1024
@@ -141,7 +141,7 @@ class GlooCollectives(TorchCollectives):
     def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, scale: float = 1.0) -> Work:
         if scale != 1.0:
             input.mul_(scale)
-        output, input = _real(output).view(-1), _real(input).view(-1)
+        output, input = as_real(output).view(-1), as_real(input).view(-1)
         if self.world == 1:
             output.copy_(input)
             return SeveralWorks([])

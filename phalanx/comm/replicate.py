@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from .collectives import Collectives
-from .pages import zeros_in_pages
+from .memory.pages import zeros_in_pages
 
 CHUNK_BYTES = 25 * 1024 * 1024
 _ALIGNMENT = 64
@@ -36,7 +36,7 @@ def _windows(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[torch.
     ends: dict[torch.dtype, int] = {}
     for tensor in tensors:
         ends[tensor.dtype] = ends.get(tensor.dtype, 0) + tensor.numel()
-    # A section a dtype, so that each begins where its elements may.
+    # A section per dtype, so that each begins where its elements may.
     sizes = [-(-numel * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT for dtype, numel in ends.items()]
     device = tensors[0].device
     if device.type == "cpu":

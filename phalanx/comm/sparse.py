@@ -41,8 +41,8 @@ class SparseSum:
         self._body_at = _HEAD + -(-num_facts // 2)
         self._words = self._body_at + _FIRST_WORDS
         self._memory = torch.empty(0, dtype=torch.int64, device=device)
-        self._parcels = self._memory  # one row a rank, while under way
-        self._facts = torch.empty(0, device=device)  # one row a rank
+        self._parcels = self._memory  # one row per rank, while under way
+        self._facts = torch.empty(0, device=device)  # one row per rank
         self._rows: list[tuple[int, int]] = []  # how many, in how many sparse dimensions; by rank, once settled
         self._sent: torch.Tensor | None = None
 

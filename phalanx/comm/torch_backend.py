@@ -10,14 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .collectives import Collectives, Work
-from .pages import zeros_in_pages
-from .shm.backend import collectives_of
-
-
-def _real(tensor: torch.Tensor) -> torch.Tensor:
-    """Complex numbers travel as pairs of reals: c10d backends add only reals."""
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+from .collectives import Collectives, Work, as_real
+from .group.process_group import collectives_of
+from .memory.pages import zeros_in_pages
 
 
 def _started(work: Any) -> Work:
@@ -43,25 +38,27 @@ class TorchCollectives(Collectives):
         if scale != 1.0:
             # Scaling first keeps half-precision sums in range, whatever the number of ranks.
             tensor.mul_(scale)
-        return _started(dist.all_reduce(_real(tensor), group=self.group, async_op=True))
+        return _started(dist.all_reduce(as_real(tensor), group=self.group, async_op=True))
 
     def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, scale: float = 1.0) -> Work:
         if scale != 1.0:
+            # In place, which `Collectives` allows: a copy would cost a pass over memory and the memory itself.
             input.mul_(scale)
         return _started(
-            dist.reduce_scatter_single(_real(output), _real(input), group=self.group, async_op=True)
+            dist.reduce_scatter_single(as_real(output), as_real(input), group=self.group, async_op=True)
         )
 
     def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Work:
-        return _started(dist.all_gather_single(_real(output), _real(input), group=self.group, async_op=True))
+        return _started(dist.all_gather_single(as_real(output), as_real(input), group=self.group, async_op=True))
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> Work:
-        return _started(dist.broadcast(_real(tensor), group=self.group, group_src=source, async_op=True))
+        return _started(dist.broadcast(as_real(tensor), group=self.group, group_src=source, async_op=True))
 
 
 def collectives_for(group: dist.ProcessGroup) -> Collectives:
     """The fastest collectives that this group offers."""
     if dist.get_backend(group) == dist.Backend.GLOO:
+        # Here and not above: GlooCollectives derives from the class in this module.
         from .gloo import GlooCollectives
 
         return GlooCollectives(group)

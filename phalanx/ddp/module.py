@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..comm.heap import keep_freed_memory
 from ..comm.hooks import adopt_hook, check_hook
+from ..comm.memory.heap import keep_freed_memory
 from ..comm.replicate import replicate
 from ..comm.torch_backend import collectives_for
 from ..errors import CommunicationError, PhalanxError, ReductionError

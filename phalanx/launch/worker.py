@@ -15,7 +15,7 @@ from types import TracebackType
 import torch
 import torch.distributed as dist
 
-from phalanx.comm.heap import keep_freed_memory
+from phalanx.comm.memory.heap import keep_freed_memory
 from phalanx.errors import ConfigError, MismatchError
 from phalanx.launch.environment import Environment, detect
 from phalanx.observe import trace
@@ -76,7 +76,7 @@ def init(
 
     Without arguments: a GPU a local rank with nccl where there are GPUs, else the CPU; shared memory
     ("phalanx") for CPU ranks of one host, gloo otherwise; the host's cores shared evenly between its
-    ranks unless OMP_NUM_THREADS says otherwise; freed memory is kept for the next step (`comm.heap`). A
+    ranks unless OMP_NUM_THREADS says otherwise; freed memory is kept for the next step (`comm.memory.heap`). A
     process started alone becomes a world of one. Calling it again returns the same worker. Fails with
     ConfigError, before anything was joined, on an environment or an argument that cannot be honoured.
     """

@@ -18,16 +18,16 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from phalanx.comm.group.process_group import collectives_of
 from phalanx.comm.hierarchical import hosts
-from phalanx.comm.shm.backend import collectives_of
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 INTEGERS = (torch.uint8, torch.int8, torch.int32, torch.int64)
 SHORT = torch.int16  # which gloo does not have
 OPS = ("SUM", "AVG", "MIN", "MAX", "PRODUCT")
 BITWISE = ("BAND", "BOR", "BXOR")
-LARGE = 300_007  # more than a slot in every dtype, more than a block in the longer
-MEDIUM = 70_001  # more than a slot in the longer dtypes: enough where many ranks share two cores
+LARGE = 300_007  # more than travels inline in every dtype, more than a block in the longer
+MEDIUM = 70_001  # more than travels inline in the longer dtypes: enough where many ranks share two cores
 
 
 @dataclass(frozen=True)

@@ -24,11 +24,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from phalanx.comm.group.process_group import PhalanxProcessGroup
 from phalanx.comm.hierarchical import hosts
-from phalanx.comm.hierarchical.engine import HierarchicalEngine
-from phalanx.comm.shm.backend import PhalanxProcessGroup
-from phalanx.comm.shm.engine import TeamEngine
-from phalanx.comm.shm.team import Team
+from phalanx.comm.hierarchical.operations import HierarchicalOperations
+from phalanx.comm.shm.ops.operations import HostOperations
+from phalanx.comm.shm.transport.team import Team
 from phalanx.errors import CollectiveTimeout, CommunicationError, PeerFailure
 from tests.comm.contract import Case, Rank, check
 
@@ -135,11 +135,11 @@ def _still_broken(group: PhalanxProcessGroup) -> str:
 
 
 def _team(group: PhalanxProcessGroup) -> Team:
-    engine = group.gateway.engine
-    if isinstance(engine, HierarchicalEngine):
-        return engine._team.team
-    assert isinstance(engine, TeamEngine)
-    return engine.team
+    operations = group.lane.operations
+    if isinstance(operations, HierarchicalOperations):
+        return operations.local.team
+    assert isinstance(operations, HostOperations)
+    return operations.team
 
 
 def _moments(case: Case, me: Rank, team: Team) -> list[tuple[str, int, str]]:
@@ -220,15 +220,15 @@ def verify(plan: FaultPlan, rank: int, seen: Seen) -> None:
     if rank == plan.victim:
         # One that stopped may find, when it goes on, that everybody had arrived before giving up on it.
         expected = {Fault.RAISE: ("injected",), Fault.STOP: ("CollectiveTimeout", "finished")}
-        abroad = ("PeerFailure", "CollectiveTimeout") if plan.layout else ()
-        assert outcome in (*expected.get(plan.fault, ("CommunicationError",)), *abroad), context
+        elsewhere = ("PeerFailure", "CollectiveTimeout") if plan.layout else ()
+        assert outcome in (*expected.get(plan.fault, ("CommunicationError",)), *elsewhere), context
         return
     if plan.fault is Fault.STOP and outcome == "finished":
         return  # the first to give up let the victim go on, which still reached this rank in time
     if plan.fault is Fault.STOP:
         assert outcome == CollectiveTimeout.__name__ or (plan.layout and outcome == PeerFailure.__name__), context
-        patience_s = LIMIT_S if plan.layout is None else 1.25 * LIMIT_S + 1.0
-        assert seen["delay_s"] < patience_s + NOTICED_S + SLACK_S, context
+        limit_s = LIMIT_S if plan.layout is None else 1.25 * LIMIT_S + 1.0
+        assert seen["delay_s"] < limit_s + NOTICED_S + SLACK_S, context
     else:
         assert outcome == PeerFailure.__name__, context
         assert seen["delay_s"] < NOTICED_S + SLACK_S, context

@@ -18,7 +18,7 @@ from tests.comm.faults import Fault, FaultPlan, suffer_all, verify
 pytestmark = pytest.mark.timeout(90)
 
 CASES = {
-    "all_reduce, slot": Case("all_reduce"),
+    "all_reduce, inline": Case("all_reduce"),
     "all_reduce, in place": Case("all_reduce", numel=LARGE, segment="all"),
     "all_reduce, staged": Case("all_reduce", numel=2 * LARGE, is_async=True),
     "reduce, staged": Case("reduce", numel=LARGE),

@@ -13,7 +13,7 @@ from torch import nn
 import phalanx
 from phalanx.cli.plan import plan_model
 from phalanx.comm.collectives import Collectives
-from phalanx.comm.shm.direct import ShmCollectives
+from phalanx.comm.group.direct import ShmCollectives
 from phalanx.errors import ConfigError
 from phalanx.launch.environment import Environment
 from phalanx.launch.worker import Worker

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import optim
 
 import phalanx
-from phalanx.comm import one_copy
+from phalanx.comm.memory import one_copy
 from phalanx.zero import ZeroRedundancyOptimizer
 from tests.cluster import run_ranks
 from tests.zero.cases import Given, mean_gradients, own_gradients, set_gradients

@@ -1,0 +1,1 @@
+"""What a rank says, waits for and is told when another rank fails."""

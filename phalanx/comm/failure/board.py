@@ -41,6 +41,7 @@ class FailureBoard:
         self.rank = dist.get_rank(group)
         self.world = dist.get_world_size(group)
         self._store = dist.PrefixStore("phalanx/failures", group.get_group_store())
+        # A rank's first error is the cause; those after it are consequences, and would only cover it up.
         self._posted = False
         self.last_words: str | None = None  # what this rank posted last, retracted or not
 
@@ -53,6 +54,7 @@ class FailureBoard:
 
     def post_error(self, error: BaseException, doing: str = "") -> None:
         """Leave `error` for the others, unless it only says that another rank failed."""
+        # Whoever posts an error about another rank would be taken for the rank at fault.
         if not isinstance(error, CommunicationError):
             self.post_failure(f"{type(error).__name__}{doing}: {error}")
 
@@ -83,6 +85,7 @@ class FailureBoard:
                     found.append(Failure(rank, note["when"], note["message"]))
         except (RuntimeError, OSError):
             pass
+        # By each rank's own clock: the order between hosts is as good as their clocks.
         return sorted(found, key=lambda failure: failure.when)
 
     def raise_alarm(self) -> None:
@@ -107,6 +110,7 @@ class FailureBoard:
         deadline = time.monotonic() + wait_s
         said = {self.rank: text}
         try:
+            # Or a store whose host hangs would keep this call for c10d's default of minutes.
             self._store.set_timeout(timedelta(seconds=max(wait_s, 1.0)))
             self._store.set(f"{occasion}/{self.rank}", text)
             while len(said) < self.world:
@@ -137,6 +141,7 @@ class FailureBoard:
             return False
 
 
+# Weak: a board goes with its group, and must not be posted to afterwards.
 _watched: weakref.WeakSet[FailureBoard] = weakref.WeakSet()
 _previous: list[Callable[..., None]] = []
 

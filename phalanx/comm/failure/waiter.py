@@ -19,8 +19,9 @@ from ...errors import CollectiveTimeout, CommunicationError, PeerFailure
 from ..work import Work
 from .board import FailureBoard
 
+# A c10d work cannot be woken up while somebody waits for it, so waiting is done in slices of this length.
 _SLICE = timedelta(seconds=1)
-_ROLL_CALL_S = 2.0
+_ROLL_CALL_S = 2.0  # longer than a slice: whoever waits must have looked at the board by then
 
 
 def group_timeout_s(group: dist.ProcessGroup) -> float:
@@ -44,6 +45,7 @@ class Waiter:
     def wait(self, work: Work, where: str) -> None:
         """Return when the work is done. Raises CommunicationError naming the rank at fault."""
         if self._names_failures:
+            # The transport wakes up by itself and knows the rank; only where it happened is missing.
             try:
                 work.wait()
             except CommunicationError as error:
@@ -55,6 +57,7 @@ class Waiter:
                 work.wait(_SLICE)
                 return
             except RuntimeError as error:
+                # The end of a slice looks like any other error; only the work itself knows which it was.
                 silent = time.monotonic() - started > self._timeout_s
                 if work.is_completed():
                     raise self.explain(error, where, silent or _is_timeout(error)) from error
@@ -63,6 +66,7 @@ class Waiter:
 
     def wait_future(self, future: torch.futures.Future[Any], where: str) -> Any:
         """The future's value; its failure is explained as a collective's is."""
+        # Not `future.wait`, which has no time limit: a hook's future may depend on a rank that died.
         finished = threading.Event()
         future.add_done_callback(lambda _: finished.set())
         started = time.monotonic()
@@ -75,21 +79,26 @@ class Waiter:
         except CommunicationError as error:
             raise type(error)(f"{where}: {error}", error.ranks) from error
         except RuntimeError as error:
+            # A hook's own mistake stays what it is; only what a rank or a connection did is explained.
             failed = self.board.failures() or _is_transport(error)
             raise (self.explain(error, where, _is_timeout(error)) if failed else error) from error
 
     def explain(self, error: BaseException, where: str, timed_out: bool) -> CommunicationError:
         """The error to raise in place of the transport's own, after asking who is still there."""
         me = f"rank {self.board.rank}: {where}"
+        # First of all: ranks that wait for another collective look up and answer the roll only if alarmed.
         self.board.raise_alarm()
         posted = self.board.failures()
+        # Whoever posted its error first is at fault; the roll is called only if nobody did.
         missing = () if posted else self.board.roll_call("failure", _ROLL_CALL_S)
+        # Again: a rank may have posted while the roll was called.
         posted = posted or self.board.failures()
         if posted:
             first = posted[0]
             return PeerFailure(f"{me}: rank {first.rank} failed first: {first.message}", [first.rank])
         words = " ".join(str(error).split())
         if not missing:
+            # An alarm left standing would end healthy waits of whoever goes on with this group.
             self.board.calm()
             return CommunicationError(f"{me}: the collective failed though every rank answers: {words}")
         who = ", ".join(map(str, missing))

@@ -1,1 +1,1 @@
-"""Groups over several hosts: shared memory inside each, one lead a host between them."""
+"""Groups over several hosts: shared memory inside each, one lead per host between them."""

@@ -1,7 +1,7 @@
 """Which ranks share a host: found by comparing identities, never from the environment.
 
 Two processes share a host when one can pass the other a memory file: the same running kernel, the
-same network namespace (in which the addresses of their meeting live), the same user.
+same network namespace (in which the addresses of their rendezvous live), the same user.
 """
 
 from __future__ import annotations

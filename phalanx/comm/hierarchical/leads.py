@@ -1,4 +1,4 @@
-"""The leads: one rank a host, which talk to each other over gloo for all ranks of their hosts.
+"""The leads: one rank per host, which talk to each other over gloo for all ranks of their hosts.
 
 Hosts are numbered; the lead of host h is rank h of the leads' gloo group. Everything is made of messages between
 two leads, never of gloo's own collectives, and a lead waits only for what it is to receive and what arrives at once.
@@ -21,10 +21,11 @@ import torch
 import torch.distributed as dist
 
 from ...errors import CommunicationError
-from ..shm.gloo import CuttableGloo
-from ..shm.moving import as_bytes
-from ..shm.reduction import Reduction, reduce_into
-from .scratch import Scratch
+from ..failure.cuttable import CuttableGloo
+from ..memory.scratch import Scratch
+from ..shm.ops.arithmetic import reduce_into
+from ..shm.ops.call import as_bytes
+from ..shm.transport.signature import ReduceOp
 
 _DATA, _END, _RECEIVED = 0, 1, 2  # what a message is, as gloo's tag
 _LONG_BYTES = 512  # up to this size a message fits a packet, and as good as never arrives in parts
@@ -45,8 +46,8 @@ class Leads:
     ) -> None:
         self.host = host
         self.num_hosts = num_hosts
-        self._lines = CuttableGloo(store, host, num_hosts, timeout)
-        self._gloo = self._lines.backend
+        self._cuttable = CuttableGloo(store, host, num_hosts, timeout)
+        self._gloo = self._cuttable.backend
         self._scratch = scratch
         self._others = [other for other in range(num_hosts) if other != host]
         self._byte = torch.zeros(1, dtype=torch.uint8)
@@ -57,16 +58,16 @@ class Leads:
         """Return when all leads have called this."""
         self.exchange([self._byte.clone() for _ in range(self.num_hosts)], [self._byte] * self.num_hosts, timeout)
 
-    def all_reduce(self, tensor: torch.Tensor, reduction: Reduction, timeout: timedelta) -> None:
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp, timeout: timedelta) -> None:
         """Replace `tensor` by the reduction over hosts, in the order of the hosts."""
         # Nobody need acknowledge the slices: who answers with its result has received them.
-        slices, sent = self._reduce_slices(tensor, reduction, timeout, acknowledge=False)
+        slices, sent = self._reduce_slices(tensor, op, timeout, acknowledge=False)
         self._gather_slices(slices, timeout)
         del sent
 
-    def reduce(self, tensor: torch.Tensor, root: int, reduction: Reduction, timeout: timedelta) -> None:
+    def reduce(self, tensor: torch.Tensor, root: int, op: ReduceOp, timeout: timedelta) -> None:
         """Replace `tensor` on the lead of host `root` by the reduction over hosts; the others' is undefined."""
-        slices, _ = self._reduce_slices(tensor, reduction, timeout)
+        slices, _ = self._reduce_slices(tensor, op, timeout)
         nothing = tensor.new_empty(0)
         received = slices if root == self.host else [nothing] * self.num_hosts
         given = [slices[self.host] if other == root else nothing for other in range(self.num_hosts)]
@@ -135,7 +136,7 @@ class Leads:
 
     def cut(self) -> None:
         """Cut the connections, so that whatever waits on them, here or on another host, raises."""
-        self._lines.cut()
+        self._cuttable.cut()
 
     def _slices(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """A slice of a flat tensor for each host; the last ones are shorter, or empty."""
@@ -143,7 +144,7 @@ class Leads:
         return [tensor[host * width : (host + 1) * width] for host in range(self.num_hosts)]
 
     def _reduce_slices(
-        self, tensor: torch.Tensor, reduction: Reduction, timeout: timedelta, acknowledge: bool = True
+        self, tensor: torch.Tensor, op: ReduceOp, timeout: timedelta, acknowledge: bool = True
     ) -> tuple[list[torch.Tensor], Sequence[Any]]:
         """The slices of `tensor`, that of this host reduced over all hosts, and what `exchange` returned."""
         slices = self._slices(tensor)
@@ -152,7 +153,7 @@ class Leads:
         sources = list(room.view(len(self._others), mine.numel()).unbind())
         sources.insert(self.host, mine)
         sent = self.exchange(sources, slices, timeout, acknowledge)
-        reduce_into(mine, sources, reduction)
+        reduce_into(mine, sources, op)
         return slices, sent
 
     def _gather_slices(self, slices: Sequence[torch.Tensor], timeout: timedelta) -> None:

@@ -8,13 +8,13 @@ import torch
 import torch.distributed as dist
 
 from ..bucket import GradBucket
-from .group import Group, collectives_of
+from .group import GroupLike, collectives_from
 
 
-def allreduce_hook(process_group: Group, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+def allreduce_hook(process_group: GroupLike, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average the bucket over the ranks in its own precision: what happens without a hook."""
     buffer = bucket.buffer()
-    collectives = collectives_of(process_group)
+    collectives = collectives_from(process_group)
     if buffer.is_sparse:
         # Sparse sums are no verb of Collectives: they have no fixed size. c10d has them on gloo and nccl.
         work = dist.all_reduce(buffer.mul_(1.0 / collectives.world), group=collectives.group, async_op=True)

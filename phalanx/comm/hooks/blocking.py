@@ -50,6 +50,6 @@ class BlockingGroup(dist.ProcessGroup):
 
     def allgather(self, output_tensors: Any, input_tensors: Any, *options: Any) -> Any:
         self._group.allgather(output_tensors, input_tensors, *options).wait()
-        # Stacked by rank, as NCCL's future has it; gloo's has a list of one tensor a rank. Torch's hooks
+        # Stacked by rank, as NCCL's future has it; gloo's has a list of one tensor per rank. Torch's hooks
         # index the one and would fail on the other.
         return FinishedWork([torch.stack(output_tensors[0])])

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from ..bucket import GradBucket
 from .blocking import BlockingGroup
 from .contract import Hook
-from .group import collectives_of
+from .group import collectives_from
 
 _TORCH_HOOKS = "torch.distributed.algorithms.ddp_comm_hooks."
 _CHAINING = {
@@ -69,13 +69,13 @@ def one_bucket_at_a_time(hook: Hook, in_memory_order: bool = False) -> Hook:
 def _blocking(state: Any) -> Iterator[Any]:
     """The state with its group made blocking; a state that has none to be seen stays as it is."""
     if state is None or isinstance(state, dist.ProcessGroup):
-        yield BlockingGroup(collectives_of(state).group)
+        yield BlockingGroup(collectives_from(state).group)
         return
     own = getattr(state, "process_group", state)
     if own is not None and not isinstance(own, dist.ProcessGroup):
         yield state
         return
-    state.process_group = BlockingGroup(collectives_of(own).group)
+    state.process_group = BlockingGroup(collectives_from(own).group)
     try:
         yield state
     finally:

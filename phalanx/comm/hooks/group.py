@@ -9,10 +9,10 @@ from ..collectives import Collectives
 from ..torch_backend import collectives_for
 
 # What a hook without a state of its own accepts as its state. None stands for the default group.
-Group = dist.ProcessGroup | Collectives | None
+GroupLike = dist.ProcessGroup | Collectives | None
 
 
-def collectives_of(group: Group) -> Collectives:
+def collectives_from(group: GroupLike) -> Collectives:
     """The collectives of a process group, of the default group for None, or those given as they are."""
     if isinstance(group, Collectives):
         return group

@@ -13,15 +13,15 @@ import torch
 from ..bucket import GradBucket
 from .allreduce import allreduce_hook
 from .contract import Hook, hook_result
-from .group import Group, collectives_of
+from .group import GroupLike, collectives_from
 
 
-def fp16_compress_hook(process_group: Group, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+def fp16_compress_hook(process_group: GroupLike, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average the bucket in float16; the result is back in the bucket's own precision."""
     return _average_in(torch.float16, process_group, bucket)
 
 
-def bf16_compress_hook(process_group: Group, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+def bf16_compress_hook(process_group: GroupLike, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average the bucket in bfloat16; the result is back in the bucket's own precision."""
     return _average_in(torch.bfloat16, process_group, bucket)
 
@@ -44,11 +44,11 @@ def bf16_compress_wrapper(hook: Hook) -> Hook:
     return bf16_compress_wrapper_hook
 
 
-def _average_in(dtype: torch.dtype, process_group: Group, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+def _average_in(dtype: torch.dtype, process_group: GroupLike, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     buffer = bucket.buffer()
     if buffer.is_sparse or buffer.dtype is dtype:
         return allreduce_hook(process_group, bucket)
-    collectives = collectives_of(process_group)
+    collectives = collectives_from(process_group)
     wide = torch.view_as_real(buffer) if buffer.is_complex() else buffer
     # Divided before the cast: a gradient in range only as an average must not overflow on the way.
     narrow = wide.mul(1.0 / collectives.world).to(dtype)

@@ -1,7 +1,7 @@
 """Gradients in eight bits: blocks of integers with one scale each, and error feedback.
 
 Each rank sends its own integers and scales to all (one all-gather), and every rank adds up the same
-bytes in the same order, so replicas stay bit-identical. A rank receives (world - 1) bytes an element,
+bytes in the same order, so replicas stay bit-identical. A rank receives (world - 1) bytes per element,
 against 8 for a plain fp32 all-reduce: worth it up to about eight ranks.
 """
 
@@ -15,7 +15,7 @@ import torch
 from ...errors import ConfigError
 from ..bucket import GradBucket
 from .allreduce import allreduce_hook
-from .group import Group
+from .group import GroupLike
 from .residual import Residuals, accumulation_dtype
 from .state import HookState, check_number
 
@@ -30,7 +30,7 @@ class Int8State(HookState):
     small gradients beside large ones are lost for good.
     """
 
-    def __init__(self, process_group: Group = None, block_size: int = 256, use_error_feedback: bool = True) -> None:
+    def __init__(self, process_group: GroupLike = None, block_size: int = 256, use_error_feedback: bool = True) -> None:
         super().__init__(process_group)
         check_number("block_size", block_size, low=_SCALE_BYTES)
         # Scales follow the integers in one run of bytes, so they must start at a multiple of their size.

@@ -1,6 +1,6 @@
 """PowerSGD (Vogels, Karimireddy, Jaggi 2019): gradients travel as two thin factors of each matrix.
 
-Two all-reduces a bucket, the second made from the result of the first. They are launched from hook
+Two all-reduces per bucket, the second made from the result of the first. They are launched from hook
 calls only, never from a callback, so that all ranks launch the same collectives in the same order
 however fast each of them is; docs/design/hooks.md says how.
 """
@@ -17,7 +17,7 @@ import torch
 from ...errors import ReductionError, StateError
 from ..bucket import GradBucket
 from .allreduce import allreduce_hook
-from .group import Group
+from .group import GroupLike
 from .lowrank import as_matrix, is_worth_it, orthonormal, random_factor
 from .residual import Residuals, accumulation_dtype
 from .round import Batch, Plain, Round
@@ -48,7 +48,7 @@ class PowerSGDState(HookState):
 
     def __init__(
         self,
-        process_group: Group = None,
+        process_group: GroupLike = None,
         matrix_approximation_rank: int = 1,
         start_powerSGD_iter: int = 1_000,
         min_compression_rate: float = 2,
@@ -119,6 +119,7 @@ class PowerSGDState(HookState):
         if bucket.index() > pending.index:
             self.launch(pending)
             return
+        # Indices grow within a step, so another one has begun: whoever ran the last one gave it up.
         self._pending = None
         pending.abandon(
             ReductionError(
@@ -155,6 +156,7 @@ def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Fut
     """
     state.begin(bucket)
     result = bucket.buffer()
+    # Everything below depends on the step's number, so it is counted only after the round has been made.
     compressing = state.iter >= state.start_powerSGD_iter and not result.is_sparse
     round_ = _make_round(state, bucket.real()) if compressing else None
     state.count_step(bucket)
@@ -162,6 +164,7 @@ def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Fut
         return allreduce_hook(state.process_group, bucket)
     round_.launch_left()
     state.hold(round_)
+    # After the last bucket no hook call comes that could launch the second half.
     if bucket.is_last():
         _log_stats(state)
         state.launch(round_)
@@ -186,6 +189,7 @@ def _make_round(state: PowerSGDState, bucket: GradBucket) -> Round | None:
         if matrix is None:
             plain.append(Plain(corrected.narrow(0, offset, numel), flat.narrow(0, offset, numel)))
             continue
+        # A view of the residuals: what is not sent stays there for the next step.
         source = as_matrix(corrected.as_strided(targets[nth].shape, targets[nth].stride(), offset))
         assert source is not None, "a gradient's residual has the gradient's layout"
         key = (*matrix.shape,) if state.batch_tensors_with_same_shape else (nth,)

@@ -1,7 +1,7 @@
 """What compression left behind: for each gradient the part not yet sent, to be added to the next one.
 
 This is error feedback. A residual belongs to its parameter, by name, and to this rank alone; it is
-stored in one flat tensor a bucket, since that is how it is added. Must not know how one compresses.
+stored in one flat tensor per bucket, since that is how it is added. Must not know how one compresses.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 @dataclass(slots=True)
-class _Slot:
+class _Kept:
+    """The residuals of one bucket, and where each gradient's lies in them."""
+
     names: tuple[str, ...]
     spans: tuple[tuple[int, int], ...]
     flat: torch.Tensor
@@ -37,7 +39,7 @@ class Residuals:
     """
 
     def __init__(self) -> None:
-        self._slots: dict[int, _Slot] = {}
+        self._kept: dict[int, _Kept] = {}
         # By name: loaded, or in a bucket that no longer is; waiting for the bucket that holds them now.
         self._loose: dict[str, torch.Tensor] = {}
 
@@ -48,36 +50,36 @@ class Residuals:
         """
         buffer = bucket.buffer()
         numel = buffer.numel() if numel is None else numel
-        slot = self._slots.get(bucket.index())
-        if slot is not None and slot.names == bucket.names() and slot.flat.numel() == numel:
-            return slot.flat
-        if slot is not None:
+        kept = self._kept.get(bucket.index())
+        if kept is not None and kept.names == bucket.names() and kept.flat.numel() == numel:
+            return kept.flat
+        if kept is not None:
             self._unbind()
         flat = torch.zeros(numel, dtype=accumulation_dtype(buffer.dtype), device=buffer.device)
-        slot = _Slot(bucket.names(), bucket.spans(), flat)
-        for name, piece in slot.pieces().items():
+        kept = _Kept(bucket.names(), bucket.spans(), flat)
+        for name, piece in kept.pieces().items():
             if name in self._loose:
                 piece.copy_(self._claim(name, piece))
-        self._slots[bucket.index()] = slot
+        self._kept[bucket.index()] = kept
         return flat
 
     def named(self) -> dict[str, torch.Tensor]:
         """A copy of every residual under its parameter's name."""
         found = dict(self._loose)
-        for slot in self._slots.values():
-            found.update(slot.pieces())
+        for kept in self._kept.values():
+            found.update(kept.pieces())
         return {name: piece.clone() for name, piece in found.items()}
 
     def load(self, named: Mapping[str, torch.Tensor]) -> None:
         """Forget all, and continue from these."""
-        self._slots.clear()
+        self._kept.clear()
         self._loose = {name: piece.detach().clone().flatten() for name, piece in named.items()}
 
     def _unbind(self) -> None:
         """Let go of every bucket at once: where one has changed, any gradient may be in any bucket."""
-        for slot in self._slots.values():
-            self._loose.update(slot.pieces())
-        self._slots.clear()
+        for kept in self._kept.values():
+            self._loose.update(kept.pieces())
+        self._kept.clear()
 
     def _claim(self, name: str, piece: torch.Tensor) -> torch.Tensor:
         loose = self._loose[name]

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from ...errors import ConfigError, StateError
 from ..bucket import GradBucket
 from ..collectives import Collectives
-from .group import Group, collectives_of
+from .group import GroupLike, collectives_from
 
 
 class HookState(abc.ABC):
@@ -26,13 +26,13 @@ class HookState(abc.ABC):
     # The keys of what `tensors` returns.
     kinds: ClassVar[tuple[str, ...]] = ("residuals",)
 
-    def __init__(self, process_group: Group) -> None:
+    def __init__(self, process_group: GroupLike) -> None:
         self.process_group = process_group
         self.iter = 0
 
     def collectives(self) -> Collectives:
         """The collectives of the state's group, or of the default group."""
-        return collectives_of(self.process_group)
+        return collectives_from(self.process_group)
 
     def count_step(self, bucket: GradBucket) -> None:
         """Called once for each bucket; the last one of a step ends it."""
@@ -66,6 +66,7 @@ class HookState(abc.ABC):
         step = state.get("iter")
         if not isinstance(step, int) or step < 0:
             raise StateError(f"the state_dict of {kind} has 'iter' {step!r}, expected a count of steps.")
+        # All of it is checked before anything is changed.
         for name in self.kinds:
             _check_tensors(kind, name, state.get(name))
         self.load_tensors({name: state[name] for name in self.kinds})

@@ -14,7 +14,7 @@ import torch
 
 from ..bucket import GradBucket
 from .allreduce import allreduce_hook
-from .group import Group
+from .group import GroupLike
 from .residual import Residuals, accumulation_dtype
 from .state import HookState, check_number
 
@@ -34,7 +34,7 @@ class TopKState(HookState):
 
     def __init__(
         self,
-        process_group: Group = None,
+        process_group: GroupLike = None,
         ratio: float = 0.01,
         start_iter: int = 0,
         use_error_feedback: bool = True,

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from ...comm.collectives import Collectives
-from ...comm.heap import trim_heap
+from ...comm.memory.heap import trim_heap
 from ...errors import PhalanxError, ReductionError
 from ...plan import Bucket as PlannedBucket
 from ...plan import BucketPlan

@@ -14,7 +14,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from ...comm.collectives import Collectives
-from ...comm.one_copy import allocate_one_copy
+from ...comm.memory.one_copy import allocate_one_copy
 from ...errors import ConfigError
 from ...observe import trace
 from ...plan import Bucket, BucketCaps, BucketPlan, ParamSpec, build_plan

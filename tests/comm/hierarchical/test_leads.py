@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 from phalanx.comm.hierarchical.leads import Leads, LeadsError
-from phalanx.comm.hierarchical.scratch import Scratch
-from phalanx.comm.shm.memory import process_memory
-from phalanx.comm.shm.reduction import Reduction
+from phalanx.comm.memory.scratch import Scratch
+from phalanx.comm.memory.segment import process_memory
+from phalanx.comm.shm.transport.signature import ReduceOp
 from tests.cluster import run_ranks
 
 _LIMIT_S = 30.0
@@ -35,7 +35,7 @@ def exchange_and_cut(rank: int, world: int, num_bytes: int, seeds: range) -> lis
         leads.barrier(timedelta(seconds=_LIMIT_S))
         received = [torch.zeros(num_bytes, dtype=torch.uint8) for _ in range(world)]
         given = [torch.full((num_bytes,), 1 + rank, dtype=torch.uint8)] * world
-        # The others follow when they hear of it, as with a sentinel.
+        # The others follow when they hear of it, as with a failure relay.
         cut = threading.Timer(delay_s if rank == cutter else delay_s + _HEARD_S, leads.cut)
         cut.start()
         began = time.monotonic()
@@ -70,7 +70,7 @@ def reduce_again_and_again(rank: int, world: int, sizes: list[int]) -> None:
         tensor = torch.empty(size)
         for turn in range(8):
             tensor.fill_(turn + rank)
-            leads.all_reduce(tensor, Reduction.SUM, timedelta(seconds=_LIMIT_S))
+            leads.all_reduce(tensor, ReduceOp.SUM, timedelta(seconds=_LIMIT_S))
             assert bool((tensor == sum(turn + other for other in range(world))).all()), (size, turn)
     dist.barrier()
     leads.cut()

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from bench.namespaces import LINE, Hosts, enter
-from phalanx.comm.hierarchical.engine import HierarchicalEngine
-from phalanx.comm.shm.backend import PhalanxProcessGroup
+from phalanx.comm.group.process_group import PhalanxProcessGroup
+from phalanx.comm.hierarchical.operations import HierarchicalOperations
 from phalanx.errors import PeerFailure
 from tests.cluster import RankOutcome, spawn_ranks
 from tests.comm.contract import Case, Rank, all_cases, check, covering
@@ -54,12 +54,12 @@ def _values(outcomes: Sequence[RankOutcome]) -> list[Any]:
 def _keep_contract(rank: int, world: int, cases: Sequence[Case]) -> list[list[int]]:
     group = dist.group.WORLD
     assert isinstance(group, PhalanxProcessGroup)
-    engine = group.gateway.engine
-    assert isinstance(engine, HierarchicalEngine), "hosts that share no memory"
+    operations = group.lane.operations
+    assert isinstance(operations, HierarchicalOperations), "hosts that share no memory"
     me = Rank(rank, world)
     for case in cases:
         check(case, me)
-    return [list(team) for team in engine._teams]
+    return [list(team) for team in operations.teams]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,53 @@
+"""The direct path to a phalanx group: `Collectives` on its lane, without c10d in between."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from ..collectives import Collectives, Work, as_real
+from ..memory.segment import process_memory
+from ..shm.ops.call import Call
+from ..shm.transport.signature import Verb
+from .lane import Lane
+
+
+class ShmCollectives(Collectives):
+    """Collectives of one phalanx group, on tensors of the processor.
+
+    Tensors from `allocate` are reduced where they lie; any other tensor costs a copy each way.
+    """
+
+    fuses_scale = True
+    names_failures = True
+    worthwhile_buckets = 1
+
+    def __init__(self, group: dist.ProcessGroup, lane: Lane) -> None:
+        self.group = group
+        self.rank = lane.rank
+        self.world = lane.world
+        self._lane = lane
+        # Held, because the segment lives only as long as somebody uses it.
+        self._memory = process_memory()
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A zeroed flat tensor in the segment, if `device` is the processor."""
+        if device.type != "cpu":
+            return torch.zeros(numel, dtype=dtype, device=device)
+        return self._memory.allocate(numel, dtype)
+
+    def all_reduce(self, tensor: torch.Tensor, scale: float = 1.0) -> Work:
+        """Replace `tensor` on every rank by scale × the sum over ranks."""
+        return self._lane.submit([Call(Verb.ALL_REDUCE, [as_real(tensor)], scale=scale)])
+
+    def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, scale: float = 1.0) -> Work:
+        """Give rank r the r-th equal slice of scale × the sum of `input`."""
+        return self._lane.submit([Call(Verb.REDUCE_SCATTER, [as_real(output)], [as_real(input)], scale=scale)])
+
+    def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Work:
+        """Fill the r-th equal slice of `output` with rank r's `input`."""
+        return self._lane.submit([Call(Verb.ALL_GATHER, [as_real(output)], [as_real(input)])])
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> Work:
+        """Replace `tensor` on every rank by that of rank `source`."""
+        return self._lane.submit([Call(Verb.BROADCAST, [as_real(tensor)], root=source)])

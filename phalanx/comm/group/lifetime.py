@@ -1,0 +1,43 @@
+"""Groups that are still open at the end of the process, or in a forked child: closed or abandoned here."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from typing import Protocol
+
+
+class Closable(Protocol):
+    """Something with threads and descriptors of its own."""
+
+    def close(self) -> None:
+        """Give everything back, and tell whoever needs to know."""
+
+    def abandon(self) -> None:
+        """Give everything back without a word, in a forked child."""
+
+
+_open: weakref.WeakSet[Closable] = weakref.WeakSet()
+
+
+def close_at_exit(closable: Closable) -> None:
+    """Close `closable` when the interpreter ends, and abandon it in forked children."""
+    _open.add(closable)
+
+
+def _close_all() -> None:
+    for closable in list(_open):
+        closable.close()
+
+
+def _abandon_all() -> None:
+    for closable in list(_open):
+        closable.abandon()
+    _open.clear()
+
+
+# The private hook rather than `atexit`: threads are joined before `atexit` runs, and multiprocessing's
+# children join their threads without running `atexit` at all. concurrent.futures does the same.
+threading._register_atexit(_close_all)  # type: ignore[attr-defined]
+os.register_at_fork(after_in_child=_abandon_all)

@@ -1,0 +1,85 @@
+"""Memory of one host that all ranks of a group read and write: one physical copy, whatever the backend.
+
+An anonymous memory file of rank 0, reached by the others through /proc while rank 0 holds it open. The kernel frees it
+with the last mapping, so nobody's memory goes away under another, and a crash leaves nothing behind. Linux only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import os
+import socket
+from pathlib import Path
+
+import torch
+
+from ...errors import CommunicationError, ConfigError
+from ..collectives import Collectives
+
+_NUMBER = 1 << 31
+
+
+def _host_mark() -> list[int]:
+    """Numbers that are the same for two processes that see each other's /proc, and only for those."""
+    seen = [socket.gethostname()]
+    for source in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/pid"):
+        path = Path(source)
+        if path.exists():
+            seen.append(os.readlink(path) if path.is_symlink() else path.read_text())
+    digest = hashlib.sha256("\n".join(seen).encode()).digest()
+    return [int.from_bytes(digest[at : at + 4], "little") % _NUMBER for at in (0, 4, 8)]
+
+
+def allocate_one_copy(numel: int, dtype: torch.dtype, collectives: Collectives) -> torch.Tensor:
+    """A zeroed flat tensor that is the same memory on every rank. Every rank calls it and returns at the same time."""
+    num_bytes = max(1, numel * dtype.itemsize)
+    fd = _make(num_bytes) if collectives.rank == 0 else -1
+    try:
+        mine = torch.tensor([*_host_mark(), os.getpid(), fd], dtype=torch.int64)
+        everyone = torch.zeros(collectives.world * mine.numel(), dtype=torch.int64)
+        collectives.wait(collectives.all_gather(everyone, mine), "finding memory to share")
+        rows = everyone.view(collectives.world, -1).tolist()
+        elsewhere = [rank for rank, row in enumerate(rows) if row[:3] != rows[0][:3]]
+        if elsewhere:
+            raise ConfigError(
+                f"rank {collectives.rank}: ranks {elsewhere} run on another host (or container) than rank 0, so they "
+                "cannot share memory with it. Use shared_parameters=False."
+            )
+        tensor = _mapped(fd, num_bytes) if collectives.rank == 0 else _opened(rows[0][3], rows[0][4], num_bytes)
+        # Rank 0 must not close the file before everybody has it.
+        collectives.wait(collectives.all_reduce(torch.zeros(1)), "sharing memory")
+    finally:
+        if fd >= 0:
+            os.close(fd)
+    return tensor.view(dtype)[:numel] if numel else torch.zeros(0, dtype=dtype)
+
+
+def _make(num_bytes: int) -> int:
+    fd = os.memfd_create("phalanx-one-copy", os.MFD_CLOEXEC)
+    try:
+        os.posix_fallocate(fd, 0, num_bytes)
+    except OSError as error:
+        os.close(fd)
+        raise CommunicationError(f"out of shared memory: asked for {num_bytes} bytes: {error}.") from error
+    return fd
+
+
+def _opened(pid: int, number: int, num_bytes: int) -> torch.Tensor:
+    path = f"/proc/{pid}/fd/{number}"
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        raise CommunicationError(
+            f"cannot open {path}, the shared memory of rank 0: {error}. Run all ranks as one user, or use "
+            "shared_parameters=False."
+        ) from error
+    try:
+        return _mapped(fd, num_bytes)
+    finally:
+        os.close(fd)
+
+
+def _mapped(fd: int, num_bytes: int) -> torch.Tensor:
+    # The tensor's storage keeps the mapping.
+    return torch.frombuffer(mmap.mmap(fd, num_bytes), dtype=torch.uint8)

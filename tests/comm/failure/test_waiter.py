@@ -1,0 +1,67 @@
+"""What `Collectives.wait` makes of a failure, and what it costs those who never wait."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from phalanx.comm.torch_backend import TorchCollectives, collectives_for
+from phalanx.errors import CommunicationError, PeerFailure
+from tests.cluster import run_ranks
+
+
+class FailedWork:
+    """A collective that ended with an error."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> Any:
+        raise self._error
+
+    def is_completed(self) -> bool:
+        return True
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        raise self._error
+
+
+def _says_where(rank: int, world: int) -> None:
+    assert dist.group.WORLD is not None
+    collectives = TorchCollectives(dist.group.WORLD)
+    with pytest.raises(CommunicationError, match=r"packing bucket 3: .*every rank answers: broken pipe"):
+        collectives.wait(FailedWork(RuntimeError("broken pipe")), "packing bucket 3")
+    collectives = TorchCollectives(dist.group.WORLD)
+    collectives.names_failures = True
+    with pytest.raises(PeerFailure, match="packing bucket 3: rank 1 died") as caught:
+        collectives.wait(FailedWork(PeerFailure("rank 1 died", [1])), "packing bucket 3")
+    assert caught.value.ranks == (1,)
+
+
+def test_an_error_says_where_and_keeps_its_ranks() -> None:
+    run_ranks(1, _says_where, backend="gloo")
+
+
+def _one_board(rank: int, world: int) -> None:
+    assert dist.group.WORLD is not None
+    collectives = collectives_for(dist.group.WORLD)
+    assert collectives.board is collectives.board
+    collectives.wait(collectives.all_reduce(torch.ones(1)), "adding")
+    gone = weakref.ref(collectives)
+    gc.disable()
+    try:
+        del collectives
+        assert gone() is None, "the waiter and the board must not refer back"
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("backend", ["gloo", "phalanx"])
+def test_collectives_have_one_board_and_are_freed_with_their_last_user(backend: str) -> None:
+    run_ranks(1, _one_board, backend=backend)

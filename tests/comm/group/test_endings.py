@@ -1,0 +1,170 @@
+"""How a group ends: aborted or destroyed at any time, by a fork, by the end of the process."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from phalanx.comm.group.process_group import PhalanxProcessGroup, collectives_of
+from phalanx.errors import CommunicationError, PeerFailure
+from tests.cluster import run_ranks, spawn_ranks
+
+pytestmark = pytest.mark.timeout(60)
+
+SOON_S = 3.0  # far below the group's time limit
+
+
+def _group() -> PhalanxProcessGroup:
+    group = dist.new_group(backend="phalanx", timeout=timedelta(seconds=50))
+    assert isinstance(group, PhalanxProcessGroup)
+    return group
+
+
+def _abort_from_another_thread(rank: int, world: int) -> None:
+    group = _group()
+    began = time.monotonic()
+    if rank == 0:
+        # Rank 0 comes to a collective for which rank 1 never does.
+        threading.Timer(0.2, group.abort).start()
+        with pytest.raises(CommunicationError, match="rank 0 aborted the process group"):
+            dist.all_reduce(torch.ones(500_000), group=group)
+    else:
+        while time.monotonic() < began + 0.5:
+            time.sleep(0.05)
+        with pytest.raises(PeerFailure, match="rank 0 aborted the process group"):
+            dist.all_reduce(torch.ones(500_000), group=group)
+    assert time.monotonic() - began < SOON_S
+    dist.barrier()
+    dist.destroy_process_group(group)
+
+
+def test_abort_ends_what_another_thread_waits_for() -> None:
+    run_ranks(2, _abort_from_another_thread, backend="gloo")
+
+
+def _destroy_with_works_under_way(rank: int, world: int) -> None:
+    group = _group()
+    began = time.monotonic()
+    if rank == 0:
+        works = [dist.all_reduce(torch.ones(n), group=group, async_op=True) for n in (10, 500_000, 10)]
+        time.sleep(0.1)
+        dist.destroy_process_group(group)
+        for work in works:
+            with pytest.raises(CommunicationError, match="destroyed before the collective had finished"):
+                work.wait()
+            assert work.is_completed() and not work.is_success()
+    else:
+        time.sleep(0.3)
+        with pytest.raises(PeerFailure, match="rank 0 left the group"):
+            # The first finishes: rank 0 had given all that takes.
+            for numel in (10, 500_000, 10):
+                dist.all_reduce(torch.ones(numel), group=group)
+        dist.destroy_process_group(group)
+    assert time.monotonic() - began < SOON_S
+    dist.barrier()
+
+
+def test_destroy_ends_works_that_nobody_waited_for() -> None:
+    run_ranks(2, _destroy_with_works_under_way, backend="gloo")
+
+
+def _abort_and_destroy_twice(rank: int, world: int) -> None:
+    group = _group()
+    group.abort()
+    group.abort()
+    with pytest.raises(CommunicationError):
+        dist.barrier(group)
+    dist.destroy_process_group(group)
+    group.shutdown()
+    group.abort()
+    with pytest.raises((CommunicationError, ValueError)):
+        group.barrier().wait()
+
+
+def test_abort_and_shutdown_may_come_again_and_in_any_order() -> None:
+    run_ranks(2, _abort_and_destroy_twice, backend="gloo")
+
+
+def _open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def _groups_come_and_go(rank: int, world: int) -> tuple[int, int]:
+    counts = []
+    for _ in range(8):
+        group = _group()
+        dist.all_reduce(torch.ones(300_000), group=group)
+        dist.all_reduce(torch.ones(10), group=group, async_op=True).wait()
+        dist.destroy_process_group(group)
+        del group
+        counts.append((_open_files(), threading.active_count()))
+        dist.barrier()
+    # The first may leave what the process keeps for good.
+    assert counts[1][1] == counts[-1][1], counts
+    return counts[2][0], counts[-1][0]
+
+
+def test_groups_that_come_and_go_leave_no_file_and_no_thread() -> None:
+    for early, late in run_ranks(2, _groups_come_and_go, backend="gloo"):
+        assert late <= early + 2  # gloo closes its own a little later
+
+
+def _fork(rank: int, world: int) -> None:
+    group = dist.group.WORLD
+    assert group is not None
+    direct = collectives_of(group)
+    assert direct is not None
+    bucket = direct.allocate(300_000, torch.float32, torch.device("cpu"))
+    bucket.fill_(rank + 1.0)
+    dist.all_reduce(torch.ones(5), async_op=True).wait()  # so that there is a thread to lose
+    child = os.fork()
+    if child == 0:
+        os._exit(_as_a_forked_child(bucket, rank))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    # The child's end is not this rank's: the group is as good as before, for its peers too.
+    dist.barrier()
+    dist.all_reduce(bucket)
+    assert bucket.eq(3).all()
+
+
+def _as_a_forked_child(bucket: torch.Tensor, rank: int) -> int:
+    try:
+        dist.barrier()
+    except CommunicationError as error:
+        if "forked child" in str(error) and bucket.eq(rank + 1).all():
+            return 0
+    return 1
+
+
+def test_a_forked_child_can_neither_use_nor_disturb_the_group() -> None:
+    for outcome in spawn_ranks(2, _fork, backend="phalanx"):
+        assert outcome.exitcode == 0 and not outcome.timed_out, outcome
+
+
+def _end_in_the_middle(rank: int, world: int, ending: str) -> str:
+    dist.all_reduce(torch.ones(5), async_op=True).wait()
+    if rank == 0:
+        dist.all_reduce(torch.ones(400_000), async_op=True)  # for which rank 1 does not come
+        time.sleep(0.1)
+        if ending == "exit":
+            raise SystemExit(3)
+        raise ArithmeticError("the reason")
+    time.sleep(0.2)
+    began = time.monotonic()
+    with pytest.raises(PeerFailure) as raised:
+        dist.all_reduce(torch.ones(400_000))
+    assert time.monotonic() - began < SOON_S
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(("ending", "code"), [("exit", 3), ("raise", 1)])
+def test_a_process_that_ends_amid_a_collective_does_not_wait_for_it(ending: str, code: int) -> None:
+    first, second = spawn_ranks(2, _end_in_the_middle, ending, backend="phalanx", pg_timeout_s=50, timeout_s=30)
+    assert first.exitcode == code and not first.timed_out and first.seconds < 10, first
+    assert second.exitcode == 0 and "rank 0" in second.value, second
