@@ -23,11 +23,10 @@ class BackwardEnd:
     exception reaches the user, who may then zero gradients and go on.
     """
 
-    __slots__ = ("__weakref__", "_ended", "_raised", "_was_called")
+    __slots__ = ("__weakref__", "_ended", "_was_called")
 
-    def __init__(self, ended: Callable[[], None], raised: Callable[[], None]) -> None:
+    def __init__(self, ended: Callable[[], None]) -> None:
         self._ended = ended
-        self._raised = raised
         self._was_called = False
 
     def __call__(self) -> None:
@@ -36,7 +35,11 @@ class BackwardEnd:
 
     def __del__(self) -> None:
         if not self._was_called:
-            self._raised()
+            self.raised()
+
+    def raised(self) -> None:
+        """The pass raised. Where a kind of end says nothing else, it ends all the same."""
+        self._ended()
 
     def queue(self) -> None:
         """Have it called at the end of the pass that runs now (a nested one, if it is one)."""

@@ -8,6 +8,7 @@ same time, with the same model and arguments; construction compares that before 
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -48,9 +49,16 @@ from .wrappers import announce
 
 # Made anew by `_assemble`, so not saved with the wrapper.
 _TRANSIENT = frozenset(
-    "process_group device_mesh collectives buffer_sync reducer timeline _low _frozen _first_plan _hook "
+    "process_group device_mesh collectives buffer_sync reducer timeline _low _trained _frozen _first_plan _hook "
     "_in_backward_adopted".split()
 )
+
+
+def _reached(wrapper: weakref.ref[DistributedDataParallel], forward: Forward) -> None:
+    # Weakly: hooks of tensors are invisible to the garbage collector, and a module may keep its own output.
+    alive = wrapper()
+    if alive is not None:
+        alive._on_output(forward)
 
 
 def _activate(wrapper: Any, cut_key: str | None) -> None:
@@ -140,7 +148,8 @@ class DistributedDataParallel(TorchNames, torch.nn.Module, Joinable):
         self.collectives = collectives_for(self.process_group)
         self.buffer_sync = BufferSync(self.module, self.parameters_to_ignore)
         named = list(self.module.named_parameters())
-        trained = self._trained()
+        trained = [(n, p) for n, p in named if p.requires_grad and n not in self.parameters_to_ignore]
+        self._trained = trained  # also those that are frozen later
         self._frozen = [(n, p) for n, p in named if not p.requires_grad and n not in self.parameters_to_ignore]
         self._low: LowPrecision | None = None
         if self.mixed_precision is not None:
@@ -160,10 +169,6 @@ class DistributedDataParallel(TorchNames, torch.nn.Module, Joinable):
         self.reducer.listeners.append(self.timeline)
         self.collectives.board.announce_uncaught()
         announce(self)
-
-    def _trained(self) -> list[tuple[str, torch.nn.Parameter]]:
-        named, ignored = self.module.named_parameters(), self.parameters_to_ignore
-        return [(name, param) for name, param in named if param.requires_grad and name not in ignored]
 
     def _make_plan(self, trained: Sequence[tuple[str, torch.nn.Parameter]]) -> BucketPlan:
         specs = specs_of(trained, arguments.sparse_names(self.module), self._delayed_names)
@@ -265,12 +270,12 @@ class DistributedDataParallel(TorchNames, torch.nn.Module, Joinable):
         context_id = current_context()
         if context_id is not None:
             forward.elsewhere = partial(gradients_of_context, context_id)
-        watched = watch(output, partial(self._reached, forward))
+        watched = watch(output, partial(_reached, weakref.ref(self), forward))
         forward.armed_by(watched)
         if self.reducer.strategy.gives_for_good:
             forward.may_nest = not watched.sees_all or may_nest(output)
 
-    def _reached(self, forward: Forward) -> None:
+    def _on_output(self, forward: Forward) -> None:
         """A pass of autograd has reached an output."""
         # Order matters: full-precision parameters are back before the reducer gives out gradients.
         if self._low is not None:
@@ -280,7 +285,7 @@ class DistributedDataParallel(TorchNames, torch.nn.Module, Joinable):
     def _follow_moved_parameters(self) -> None:
         """After `Module.to`, `.double()` and the like the buckets are of another kind than the gradients to come."""
         if any(bucket.is_outdated for bucket in self.reducer.buckets):
-            self._first_plan = self._make_plan(self._trained())
+            self._first_plan = self._make_plan(self._trained)
             self.reducer.restart(self.collectives, self._first_plan)
 
     def _check_frozen(self) -> None:
@@ -407,7 +412,18 @@ class DistributedDataParallel(TorchNames, torch.nn.Module, Joinable):
         own = set(self.state_dict(keep_vars=True))
         if not own.intersection(state_dict) and own.intersection(f"module.{name}" for name in state_dict):
             state_dict = {f"module.{name}": value for name, value in state_dict.items()}
-        return super().load_state_dict(state_dict, strict, assign)
+        loaded = super().load_state_dict(state_dict, strict, assign)
+        if assign:
+            self._follow_replaced_parameters()
+        return loaded
+
+    def _follow_replaced_parameters(self) -> None:
+        """The module has other parameters than those that were wrapped: nobody would reduce them."""
+        self.reducer.detach()
+        hook = self._hook
+        self._assemble()
+        if hook is not None:
+            self.register_comm_hook(*hook)
 
     def __getstate__(self) -> dict[str, Any]:
         if not dist.is_initialized() or self.process_group != dist.group.WORLD:

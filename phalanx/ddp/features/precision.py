@@ -115,7 +115,7 @@ class LowPrecision:
             self._in_backward = True
             self._enter()
             # Also if the backward raises: nobody outside may see a parameter in low precision.
-            BackwardEnd(self._end_backward, self._end_backward).queue()
+            BackwardEnd(self._end_backward).queue()
 
     @untraced
     def _end_backward(self) -> None:

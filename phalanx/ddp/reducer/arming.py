@@ -55,13 +55,17 @@ class Forward:
 class Ending(BackwardEnd):
     """The end of one pass, and what is known of the pass until then."""
 
-    __slots__ = ("forward", "has_gradients")
+    __slots__ = ("_listener", "forward", "has_gradients")
 
     def __init__(self, listener: PassListener, forward: Forward) -> None:
         # The engine holds it for the length of a pass only, so it may hold the listener.
-        super().__init__(listener.backward_ended, listener.backward_raised)
+        super().__init__(listener.backward_ended)
+        self._listener = listener
         self.forward = forward
         self.has_gradients = False  # a parameter got gradient, before any forward asked for a reduction
+
+    def raised(self) -> None:
+        self._listener.backward_raised(self.forward.reduces and accumulates())
 
 class PassListener(Protocol):
     """Who is told how a pass ended."""
@@ -69,7 +73,7 @@ class PassListener(Protocol):
     def backward_ended(self) -> None:
         """The whole backward has run."""
 
-    def backward_raised(self) -> None:
+    def backward_raised(self, reduces: bool) -> None:
         """The backward raised midway. Called while the exception is on its way to the user."""
 
 
@@ -150,7 +154,20 @@ class Arming:
             return
         # The pass that runs here is a nested one, and ends too early. The one around it goes on to another node.
         call_in_enclosing(node, partial(self.note, listener, forward))
-        BackwardEnd(_none, listener.backward_raised).queue()
+        Ending(_Nested(listener), forward).queue()
+
+
+class _Nested:
+    """Listens to the end of a nested pass: nothing ends with it, but what it raises ends the pass around it too."""
+
+    def __init__(self, listener: PassListener) -> None:
+        self._listener = listener
+
+    def backward_ended(self) -> None:
+        """The pass around it goes on."""
+
+    def backward_raised(self, reduces: bool) -> None:
+        self._listener.backward_raised(reduces)
 
 
 def _none() -> None:

@@ -100,9 +100,10 @@ class Pass:
             bucket.tail.write_given_up(bucket.tail_data)
         if bucket.index == len(self.buckets) - 1:
             bucket.tail.write_late(bucket.tail_data, [other.index for other in self.buckets if other.is_late])
+        self.strategy.start(bucket)
+        # Not before: a hook that raises has launched nothing, and the bucket is still to be sent.
         bucket.mark_in_flight()
         self.next = max(self.next, bucket.index + 1)
-        self.strategy.start(bucket)
         for listener in self.reducer.listeners:
             listener.bucket_sent(bucket)
 

@@ -86,18 +86,26 @@ def _on_refused_gradient(reference: Reference, name: str, promise: str, _param: 
         raise error
 
 
+def _remove(handles: list[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()
+    handles.clear()
+
+
 class GradientHooks:
     """The hooks that a reducer has on its parameters."""
 
     def __init__(self, owner: Reducer) -> None:
         self._owner = weakref.ref(owner)
         self._handles: list[RemovableHandle] = []
+        # Hooks of a wrapper that is gone would make the next one think that users want to see gradients (`is_final`).
+        weakref.finalize(owner, _remove, self._handles)
         self._watched: list[int] = []  # the parameters with a hook each, by identity
 
     def watch_all(self, params: Sequence[torch.Tensor]) -> None:
         """One hook on every parameter, in place of whatever there was."""
         if list(map(id, params)) == self._watched:
-            return  # a parameter frozen meanwhile takes no new hook, and keeps the one it has
+            return
         self.detach()
         self._watched = list(map(id, params))
         for index, param in enumerate(params):
@@ -114,11 +122,11 @@ class GradientHooks:
 
     def detach(self) -> None:
         """Take all of them off."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        _remove(self._handles)
         self._watched = []
 
     def _add(self, param: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
-        if param.requires_grad:
-            self._handles.append(param.register_post_accumulate_grad_hook(hook))
+        # A parameter that is frozen now may be unfrozen later, and would then be reduced by nobody.
+        trained = param.requires_grad
+        self._handles.append(param.requires_grad_(True).register_post_accumulate_grad_hook(hook))
+        param.requires_grad_(trained)

@@ -84,6 +84,7 @@ class Reducer:
         self.choose_buckets: ChooseBuckets | None = None
         self.cut_key = plan.hash
         self.current: Pass | None = None  # the pass under way, or the one that failed
+        self._raised_before = False  # whether a backward raised that had not begun a pass, and should have
         self.elsewhere: Callable[[Any], AbstractContextManager[None]] | None = None  # see `Forward`
         self._arming = Arming()
         self.hooks = GradientHooks(self)
@@ -96,7 +97,7 @@ class Reducer:
     def adopt(self, plan: BucketPlan) -> None:
         """Make `plan` the current one: new memory, counters at their start. Gradients are untouched."""
         self.plan = plan
-        self.current = None
+        self.current, self._raised_before = None, False
         held = [index for index, (bucket, place) in enumerate(self.places) if bucket.states[place] == slot.HELD]
         # The old buckets go first, so that the memory of both is never held at once.
         self.buckets, self.places = [], []
@@ -200,10 +201,21 @@ class Reducer:
             self._fail()  # outside of backward, so the pass cannot have ended as it should
         if self.state is FAILED and self.current is not None:
             failed, self.current = self.current, None
-            try:
-                give_up(failed)
-            finally:
-                self.step += 1
+            self._give_up(failed)
+        elif self._raised_before:
+            # It had reached an output and no parameter: other ranks may have met one, and wait for us.
+            self._raised_before = False
+            self._give_up(Pass(self, joined=False, may_nest=True))
+
+    def _give_up(self, failed: Pass) -> None:
+        try:
+            give_up(failed)
+        except BaseException:
+            for bucket in self.buckets:
+                bucket.release()
+            raise
+        finally:
+            self.step += 1
 
     # -- during backward -----------------------------------------------------------------------
 
@@ -239,10 +251,12 @@ class Reducer:
 
     # -- end of backward -----------------------------------------------------------------------
 
-    def backward_raised(self) -> None:
-        """Called by the engine before the user sees the exception."""
+    def backward_raised(self, reduces: bool) -> None:
+        """Called before the user sees the exception; `reduces`: had it gone on, it would have been reduced."""
         if self.state in (OBSERVING, REDUCING):
             self._fail()
+        elif self.state is IDLE and reduces and any(param.requires_grad for param in self.params):
+            self._raised_before = True
 
     def _fail(self) -> None:
         assert self.current is not None, "a pass fails while it is under way"
