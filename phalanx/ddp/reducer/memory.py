@@ -36,10 +36,13 @@ _ALONE = _counts([torch.zeros(1)], 0)
 def is_unshared(held: list[torch.Tensor | None], place: int) -> bool:
     """Whether the list is all that holds this tensor and its memory: then nobody can tell if it is gone.
 
-    The tensor must have been taken off its parameter before. A subclass or a part of a graph is never ours to free.
+    The tensor must have been taken off its parameter before. A subclass or a part of a graph is never ours to free, nor is
+    memory that torch did not allocate (numpy's, DLPack's, a file's) or that other processes see.
     """
     tensor = held[place]
     if type(tensor) is not torch.Tensor or tensor.requires_grad:
+        return False
+    if not tensor.untyped_storage().resizable() or tensor.is_shared():
         return False
     del tensor  # it would count
     return _counts(held, place) == _ALONE
