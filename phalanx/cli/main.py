@@ -14,6 +14,7 @@ from typing import Any
 
 import click
 
+from phalanx.cli.console import visible
 from phalanx.errors import PhalanxError
 
 _COMMANDS = {
@@ -81,7 +82,7 @@ def _fail(message: str, ctx: click.Context | None = None, exitcode: int = 2) -> 
     line = line if len(line) <= _LONGEST else f"{line[: _LONGEST // 2]} … {line[-_LONGEST // 2 :]}"
     if ctx is not None and "--help" not in line:
         line += f" (see {command} --help)"
-    click.echo(f"{click.style('error', fg='red', bold=True)}: {line}", err=True)
+    click.echo(f"{click.style('error', fg='red', bold=True)}: {visible(line)}", err=True)
     sys.exit(exitcode)
 
 

@@ -96,10 +96,17 @@ class FailureSummary:
 
 
 def summarize(
-    directory: RunDirectory, attempt: int, exitcodes: Mapping[int, int | None]
+    directory: RunDirectory, attempt: int, exitcodes: Mapping[int, int | None], tails: Mapping[int, str] | None = None
 ) -> FailureSummary | None:
-    """The summary of one attempt from each local rank's exit code, or None when every rank ended well."""
-    ends = [_end(directory.rank(attempt, rank), rank, code) for rank, code in sorted(exitcodes.items())]
+    """The summary of one attempt from each local rank's exit code, or None when every rank ended well.
+
+    `tails` is the end of each rank's stderr, for ranks whose file could not hold it.
+    """
+    tails = tails or {}
+    ends = [
+        _end(RankFiles(directory.attempt(attempt) / f"rank-{rank:05d}"), rank, code, tails.get(rank, ""))
+        for rank, code in sorted(exitcodes.items())
+    ]
     failed = [end for end in ends if end.exitcode not in (0, None)]
     if not failed:
         return None
@@ -123,7 +130,7 @@ def _suspicion(end: RankEnd) -> tuple[int, int]:
     return (0, end.at_ns)
 
 
-def _end(files: RankFiles, rank: int, exitcode: int | None) -> RankEnd:
+def _end(files: RankFiles, rank: int, exitcode: int | None, tail: str) -> RankEnd:
     record = _read_record(files.error)
     if record is not None:
         ours = record.get("phalanx", {})
@@ -141,7 +148,8 @@ def _end(files: RankFiles, rank: int, exitcode: int | None) -> RankEnd:
     end = RankEnd(rank, exitcode, message="", doing=describe(read_stacks(files.stacks)))
     if exitcode in (0, None, _TOLD_TO_END):
         return end
-    return RankEnd(rank, exitcode, message=end.how, traceback=_tail(files.stderr), doing=end.doing)
+    said = _last_lines(tail) or _tail(files.stderr)
+    return RankEnd(rank, exitcode, message=end.how, traceback=said, doing=end.doing)
 
 
 def _read_record(path: Path) -> dict[str, Any] | None:
@@ -154,10 +162,13 @@ def _read_record(path: Path) -> dict[str, Any] | None:
 
 def _tail(path: Path) -> str:
     try:
-        lines = path.read_text(errors="replace").rstrip().splitlines()
+        return _last_lines(path.read_text(errors="replace"))
     except OSError:
         return ""
-    return "\n".join(lines[-_LOG_TAIL_LINES:])
+
+
+def _last_lines(text: str) -> str:
+    return "\n".join(text.rstrip().splitlines()[-_LOG_TAIL_LINES:])
 
 
 def read_stacks(path: Path) -> list[tuple[str, int, str]]:

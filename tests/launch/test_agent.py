@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -125,7 +126,8 @@ def test_two_hosts_meet_at_an_endpoint(tmp_path: Path, numbered: bool) -> None:
         command = [sys.executable, "-m", "phalanx.cli.main", "run", "--nproc", "1", "--nnodes", "2"]
         command += ["--endpoint", endpoint, "--run-dir", str(tmp_path / f"host{number}")]
         command += ["--node-rank", str(number)] if numbered else []
-        hosts.append(subprocess.Popen([*command, str(path)], stdout=subprocess.PIPE, text=True))
+        environ = os.environ | {"PHALANX_SECRET": "a secret of the tests"}
+        hosts.append(subprocess.Popen([*command, str(path)], stdout=subprocess.PIPE, text=True, env=environ))
     said = sorted(host.communicate(timeout=50)[0].strip().split("│ ")[-1] for host in hosts)
     assert said == ["rank 0 of 2", "rank 1 of 2"] and [host.returncode for host in hosts] == [0, 0]
 
@@ -137,6 +139,7 @@ def test_two_hosts_meet_at_an_endpoint(tmp_path: Path, numbered: bool) -> None:
         ({"nproc": 1, "max_nodes": 2}, "need a meeting point"),
         ({"nproc": 1, "min_nodes": 3, "max_nodes": 2, "endpoint": "a:1"}, "hosts must be 1 or more"),
         ({"nproc": 1, "max_nodes": 2, "endpoint": "a:1", "node_rank": 2}, "host number 2"),
+        ({"nproc": 1, "max_nodes": 2, "endpoint": "a:1"}, "need a secret that only they know"),
     ],
 )
 def test_settings_that_cannot_be_met_are_refused(options: dict[str, object], message: str) -> None:
