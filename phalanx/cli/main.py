@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -57,6 +58,8 @@ def cli() -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """The entry point of the `phalanx` command. Never returns."""
     try:
+        # `phalanx_command` lets an interrupt end the process while torch is imported; from here on it is handled.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         sys.exit(cli.main(args=arguments, prog_name="phalanx", standalone_mode=False) or 0)
     except click.UsageError as error:
         _fail(_one_line(error), error.ctx)

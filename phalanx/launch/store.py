@@ -14,6 +14,7 @@ from __future__ import annotations
 import importlib
 import os
 import socket
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from typing import Any
@@ -26,6 +27,8 @@ from phalanx.launch.environment import LOOPBACK
 
 RUN_STORE = "PHALANX_RUN_STORE"
 """Environment variable: the path of the run's store. Useless to whoever may not look into the launcher."""
+
+_joined: Counter[int] = Counter()  # by the size of the world
 
 _NOBODY_CLEANS_UP = -1  # FileStore would remove the file after as many workers; ours has no name to remove
 
@@ -115,5 +118,8 @@ def _join(url: str, timeout: timedelta | None = None, **_: Any) -> Iterator[tupl
     store = run_store(os.environ, timeout)
     if store is None:
         raise ConfigError(f"{RUN_STORE} was taken out of the environment; phalanx run sets it for its workers")
-    yield store, place[0], place[1]
+    # Groups of the same name that follow each other, as after `destroy_process_group`, must not read each other's
+    # keys. Every rank of a world joins it equally often, so that each knows the number without asking.
+    _joined[place[1]] += 1
+    yield dist.PrefixStore(f"{place[1]}/{_joined[place[1]]}", store), place[0], place[1]
     raise RuntimeError(f"{url}: a process can meet the others once per start")
