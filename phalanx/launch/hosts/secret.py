@@ -40,19 +40,27 @@ def check_secret(secret: bytes, source: str) -> bytes:
 
 def _read_private(path: Path) -> bytes:
     try:
-        # Without following a link, and asked of the open file: what is checked is what is read.
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+        # Asked of the open file, so that what is checked is what is read, wherever a link led.
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         raise ConfigError(f"the secret cannot be read from {path}: {error.strerror}. {HOW_TO_MAKE}") from None
-    with os.fdopen(descriptor, "rb") as file:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise ConfigError(f"{path} is not a plain file, so it is not taken for a secret")
-        if status.st_uid not in (os.geteuid(), 0):
-            raise ConfigError(f"{path} belongs to user {status.st_uid}, not to {os.geteuid()}: it is not your secret")
-        if status.st_mode & 0o077:
-            raise ConfigError(
-                f"{path} can be read by others (mode {stat.S_IMODE(status.st_mode):04o}). Run chmod 600 {path}, "
-                "and make a new secret if the host has other users."
-            )
-        return file.read(_MAX_BYTES)
+    try:
+        fault = _fault(os.fstat(descriptor), path)
+        if fault:
+            raise ConfigError(fault)
+        return os.read(descriptor, _MAX_BYTES)
+    finally:
+        os.close(descriptor)
+
+
+def _fault(status: os.stat_result, path: Path) -> str:
+    if not stat.S_ISREG(status.st_mode):
+        return f"{path} is not a plain file, so it is not taken for a secret"
+    if status.st_uid not in (os.geteuid(), 0):
+        return f"{path} belongs to user {status.st_uid}, not to {os.geteuid()}: it is not your secret"
+    if status.st_mode & 0o077:
+        return (
+            f"{path} can be read by others (mode {stat.S_IMODE(status.st_mode):04o}). Run chmod 600 {path}, and make a "
+            "new secret if the host has other users."
+        )
+    return ""
