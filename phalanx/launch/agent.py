@@ -14,12 +14,12 @@ import sys
 import time
 import uuid
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import Any
 
 import psutil
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import SignalException
 
@@ -35,15 +35,29 @@ from phalanx.launch.rundir import RunDirectory
 from phalanx.launch.waiting import Notice
 from phalanx.launch.worker import threads_for
 
-# SIGINT does what it does to any program while Python and torch are still being imported, which takes seconds:
-# end it without a word. Python's own handler, which would print where the import was, comes back in `main`.
+# A worker is started with our signals blocked, and lets them in as its first act. While Python itself and then torch
+# are imported, which takes seconds, SIGINT does what it does to any program: end it without a word. Python's own
+# handler, which would print where the import was, comes back in `main`.
 _WORKER_PROGRAM = """\
 import signal, sys
 signal.signal(signal.SIGINT, signal.SIG_DFL)
+signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT})
 from phalanx.launch.bootstrap import main
 main(sys.argv[1:])
 """
 _HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+
+
+class _Agent(LocalElasticAgent):
+    """Starts all workers or none: a signal in the middle would leave some that the agent does not know of."""
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED)
+        try:
+            started: dict[int, Any] = super()._start_workers(worker_group)
+            return started
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @dataclass(frozen=True)
@@ -113,38 +127,47 @@ def launch(settings: LaunchSettings, directory: RunDirectory, sink: Sink, notice
     the processes it started itself. `notice` is called with a line when something lasts or cannot be kept.
     """
     notice = notice or (lambda line: None)
-    follower = Follower(sink)
-    keeper = Keeper(follower, notice)
-    rendezvous = _rendezvous(settings, notice)
-    logs = RankLogs(directory, follower, keeper, settings.tracing, rendezvous.prepare)
     started = time.monotonic()
-    before = {child.pid for child in psutil.Process().children()}
-    _record(directory, notice, _opening_facts(settings))
-    result: RunResult | None = None
-    ended_by: signal.Signals | None = None
-    elsewhere, failure = "", None
     with _environment(settings), _quiet_elastic_loggers():
         try:
-            agent = LocalElasticAgent(
+            _record(directory, notice, _opening_facts(settings))
+            outcome = _start_and_watch(settings, directory, sink, notice)
+        except SignalException as caught:
+            # Before there were workers, or while the other hosts were waited for after their end.
+            outcome = Outcome(0.0, signal=caught.sigval)
+        outcome = replace(outcome, seconds=time.monotonic() - started)
+        _record(directory, notice, _closing_facts(outcome))
+    return outcome
+
+
+def _start_and_watch(settings: LaunchSettings, directory: RunDirectory, sink: Sink, notice: Notice) -> Outcome:
+    rendezvous = _rendezvous(settings, notice)
+    follower = Follower(sink)
+    keeper = Keeper(follower, notice)
+    logs = RankLogs(directory, follower, keeper, settings.tracing, rendezvous.prepare)
+    before = {child.pid for child in psutil.Process().children()}
+    result: RunResult | None = None
+    ended_by: signal.Signals | None = None
+    failure: FailureSummary | None = None
+    elsewhere = ""
+    try:
+        try:
+            agent = _Agent(
                 _worker_spec(settings, rendezvous),
                 logs_specs=logs,
                 shutdown_timeout=settings.grace_s,
                 exit_barrier_timeout=30,
             )
-            try:
-                result, ended_by, elsewhere = _run(agent)
-            finally:
-                _kill_leftovers(before)
-                keeper.close()
-                follower.close()
-            if result is not None and result.is_failed():
-                failure = summarize(directory, logs.attempt, _exitcodes(logs, result), keeper.tails())
+            result, ended_by, elsewhere = _run(agent)
         finally:
-            ending = _words(failure, ended_by, result)
-            elsewhere = rendezvous.leave(ending) or elsewhere
-    outcome = Outcome(time.monotonic() - started, failure, ended_by, "" if ended_by else elsewhere)
-    _record(directory, notice, _closing_facts(outcome))
-    return outcome
+            _kill_leftovers(before)
+            keeper.close()
+            follower.close()
+        if result is not None and result.is_failed():
+            failure = summarize(directory, logs.attempt, _exitcodes(logs, result), keeper.tails())
+    finally:
+        elsewhere = rendezvous.leave(_words(failure, ended_by, result)) or elsewhere
+    return Outcome(0.0, failure, ended_by, "" if ended_by else elsewhere)
 
 
 def _run(agent: LocalElasticAgent) -> tuple[RunResult | None, signal.Signals | None, str]:
@@ -152,8 +175,6 @@ def _run(agent: LocalElasticAgent) -> tuple[RunResult | None, signal.Signals | N
         return agent.run(), None, ""
     except SignalException as caught:
         return None, caught.sigval, ""
-    except KeyboardInterrupt:
-        return None, signal.SIGINT, ""
     except HostsEnded as error:
         return None, None, str(error)
 
@@ -200,7 +221,17 @@ def _kill_leftovers(before: set[int]) -> None:
     """End what the agent could not: each worker leads a session of its own, named by its process id.
 
     Found among our children, not in the agent's list: a signal may come before the agent has written a worker down.
+    Signals are ignored meanwhile, since a second Ctrl-C must not save a worker from the first.
     """
+    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in _HANDLED}
+    try:
+        _kill_new_children(before)
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def _kill_new_children(before: set[int]) -> None:
     for child in psutil.Process().children():
         if child.pid in before:
             continue

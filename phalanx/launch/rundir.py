@@ -75,7 +75,7 @@ class RunDirectory:
         safe = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.") or "run"
         stem = f"{time.strftime('%Y%m%d-%H%M%S')}-{safe}"
         try:
-            Path(parent).mkdir(parents=True, exist_ok=True)
+            _make_parents(Path(parent))
         except OSError as error:
             raise ConfigError(f"cannot create a run directory under {parent}: {error}") from None
         _refuse_foreign(Path(parent))
@@ -131,6 +131,16 @@ class RunDirectory:
         except OSError:
             fresh.unlink(missing_ok=True)
             raise
+
+
+def _make_parents(parent: Path) -> None:
+    """Missing folders above the run, which others may enter but, whatever the umask, not change."""
+    missing = [folder for folder in (parent, *parent.parents) if not folder.exists()]
+    for folder in reversed(missing):
+        with contextlib.suppress(FileExistsError):  # another run makes it at the same time
+            folder.mkdir(mode=0o755)
+    if not parent.is_dir():
+        raise NotADirectoryError(f"{parent} is not a folder")
 
 
 def _refuse_foreign(parent: Path) -> None:

@@ -16,11 +16,11 @@ _AFTERWARDS_EVERY_S = 600.0
 class Waiting:
     """One wait. Whoever waits calls `look` now and then; most calls say nothing."""
 
-    def __init__(self, notice: Notice, first_s: float = FIRST_S) -> None:
+    def __init__(self, notice: Notice) -> None:
         self._notice = notice
         self._started = time.monotonic()
         self._since = time.strftime("%H:%M:%S")
-        self._next_s = first_s
+        self._next_s = FIRST_S
         self._later = list(_THEN_S)
 
     @property

@@ -73,8 +73,9 @@ def test_a_head_that_does_not_know_the_secret_is_not_believed() -> None:
 
     thread = threading.Thread(target=impostor)
     thread.start()
-    with socket.create_connection(listener.getsockname()) as connection, pytest.raises(NotAdmittedError, match="does not know"):
-        enter(connection, *KEY, 5.0)
+    with socket.create_connection(listener.getsockname()) as connection:
+        with pytest.raises(NotAdmittedError, match="does not know the secret"):
+            enter(connection, *KEY, 5.0)
     thread.join()
     listener.close()
 
@@ -100,7 +101,7 @@ def test_a_frame_that_was_changed_repeated_or_forged_ends_the_connection(tamper:
         relay.sendall(struct.pack(">I", len(payload)) + bytes(32) + payload)
     else:
         relay.sendall(struct.pack(">I", 1 << 31) + bytes(64))
-    with pytest.raises(ChannelError, match="signature|announces"):
+    with pytest.raises(ChannelError, match=r"signature|announces"):
         head.receive(1.0)
     for end in (relay, far, raw(member)):
         end.close()
@@ -232,8 +233,9 @@ def test_nobody_at_the_endpoint_is_said_after_a_while_and_given_up(monkeypatch: 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         invitation = Invitation(f"127.0.0.1:{free.getsockname()[1]}", 2, 2, False, "run", KEY[0])
-        with pytest.raises(CommunicationError, match="no host answered at 127.0.0.1"):
+        with pytest.raises(CommunicationError, match="no host answered"):
             meet(invitation, 1, 1, said.append, 0.6)
+    assert len(said) == 1 and "waits for the first host to answer at 127.0.0.1" in said[0] and "refused" in said[0]
 
 
 def test_secrets_are_private_files_and_not_short(tmp_path: Path) -> None:
@@ -263,7 +265,8 @@ def test_no_pickle_anywhere_in_the_launcher() -> None:
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             assert not forbidden & {name.partition(".")[0] for name in names}, path
-            assert not any("rendezvous" in name and "dynamic" in name or "c10d_rendezvous" in name for name in names), path
+            torchs = {"dynamic_rendezvous", "c10d_rendezvous_backend", "registry"}
+            assert not torchs & {name.split(".")[-1] for name in names}, path
 
 
 def test_the_filter_lets_pass_the_named_addresses_alone() -> None:
