@@ -149,7 +149,8 @@ def _refuse_foreign(parent: Path) -> None:
     Trusted are this user, root, and whoever owns the working directory, who can change the script as well.
     """
     here = Path.cwd()
-    trusted = {os.geteuid(), 0, here.stat().st_uid}
+    # In a user namespace root has another number, which the owner of / tells.
+    trusted = {os.geteuid(), 0, here.stat().st_uid, Path("/").stat().st_uid}
     place = Path(os.path.abspath(parent))
     for step in (place, *place.parents):
         if step == here or step in here.parents:

@@ -145,3 +145,32 @@ def test_two_hosts_meet_at_an_endpoint(tmp_path: Path, numbered: bool) -> None:
 def test_settings_that_cannot_be_met_are_refused(options: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         LaunchSettings(("train.py",), **options)  # type: ignore[arg-type]
+
+
+def test_hosts_start_again_together_after_a_failure_on_one(tmp_path: Path) -> None:
+    body = """
+    worker = init("gloo")
+    first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and not os.path.exists(sys.argv[1])
+    dist.barrier()
+    if first and worker.rank == 1:
+        open(sys.argv[1], "w").close()
+        sys.exit(3)
+    if first:
+        time.sleep(60)
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    print("rank", worker.rank, "sum", total.item())
+    """
+    path = script(tmp_path, body)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
+    environ = os.environ | {"PHALANX_SECRET": "a secret of the tests"}
+    hosts = []
+    for number in range(2):
+        command = [sys.executable, "-m", "phalanx.cli.main", "run", "--nproc", "1", "--nnodes", "2", "--max-restarts", "1"]
+        command += ["--endpoint", endpoint, "--run-dir", str(tmp_path / f"host{number}"), str(path), str(tmp_path / "mark")]
+        hosts.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ))
+    said = sorted(host.communicate(timeout=55)[0].strip().split("│ ")[-1] for host in hosts)
+    assert said == ["rank 0 sum 2.0", "rank 1 sum 2.0"] and [host.returncode for host in hosts] == [0, 0]
+    assert (tmp_path / "mark").exists(), "the failure happened"

@@ -78,6 +78,24 @@ class Network:
         found = [line.split()[3].rpartition(":") for line in text.splitlines() if line.strip()]
         return [(address, int(port)) for address, _, port in found]
 
+    def tunnel(self, kind: str) -> list[str]:
+        """Join hosts 0 and 1 by an interface wg0 of their own; returns its two addresses."""
+        addresses = ["10.77.0.1", "10.77.0.2"]
+        keys = [_wireguard_key() if kind == "wireguard" else ("", "") for _ in addresses]
+        for index, other in ((0, 1), (1, 0)):
+            host, near, far = self.hosts[index], self.addresses[index], self.addresses[other]
+            if kind == "wireguard":
+                _ip("-n", host, "link", "add", "wg0", "type", "wireguard")
+                peer = ["peer", keys[other][1], "allowed-ips", f"{addresses[other]}/32", "endpoint", f"{far}:51820"]
+                command = self.on(index, "wg", "set", "wg0", "private-key", "/dev/stdin", "listen-port", "51820", *peer)
+                subprocess.run(command, input=keys[index][0], text=True, check=True)
+            else:
+                ends = ["local", near, "remote", far, "dstport", "4789", "dev", "eth0"]
+                _ip("-n", host, "link", "add", "wg0", "type", "vxlan", "id", "77", *ends)
+            _ip("-n", host, "addr", "add", f"{addresses[index]}/24", "dev", "wg0")
+            _ip("-n", host, "link", "set", "wg0", "up")
+        return addresses
+
     def cut(self, host: int) -> None:
         """Take the host off the network, without a word to anybody."""
         _ip("-n", self.hosts[host], "link", "set", "eth0", "down")
@@ -85,6 +103,23 @@ class Network:
     def close(self) -> None:
         for name in self._made:
             _ip("netns", "del", name)
+
+
+def can_tunnel(kind: str) -> bool:
+    """Whether this kernel has such interfaces, and for WireGuard the tool that sets them up."""
+    if kind == "wireguard" and shutil.which("wg") is None:
+        return False
+    name = f"px{uuid.uuid4().hex[:6]}"
+    options = ["id", "1", "dstport", "4789"] if kind == "vxlan" else []
+    if subprocess.run(["ip", "link", "add", name, "type", kind, *options], capture_output=True).returncode != 0:
+        return False
+    return subprocess.run(["ip", "link", "del", name], capture_output=True).returncode == 0
+
+
+def _wireguard_key() -> tuple[str, str]:
+    private = subprocess.run(["wg", "genkey"], capture_output=True, text=True, check=True).stdout
+    public = subprocess.run(["wg", "pubkey"], input=private, capture_output=True, text=True, check=True).stdout
+    return private, public.strip()
 
 
 def _ip(*arguments: str) -> None:

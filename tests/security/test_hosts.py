@@ -26,7 +26,7 @@ from phalanx.launch.hosts.meeting import Invitation, check_endpoint, meet
 from phalanx.launch.hosts.member import Member
 from phalanx.launch.hosts.rounds import Host, Rounds
 from phalanx.launch.hosts.secret import read_secret
-from tests.security.intruder import ROOT, SECRET, Running, attempt, needs_namespaces, network
+from tests.security.intruder import ROOT, SECRET, Running, attempt, can_tunnel, needs_namespaces, network
 
 pytestmark = pytest.mark.timeout(120)
 KEY = (SECRET.encode(), "run")
@@ -373,3 +373,38 @@ def test_the_rank_that_failed_on_another_host_is_named_here(tmp_path: Path) -> N
             words = "rank 1 failed first (exit code 1): ValueError: label 7"
             assert words in first.said(), first.said()
             assert "rank 1 failed first (exit code 1)" in second.said(), second.said()
+
+
+CONNECT = """
+import socket, sys
+for port in sys.argv[2:]:
+    with socket.socket() as attempt:
+        attempt.settimeout(3)
+        print(attempt.connect_ex((sys.argv[1], int(port))))
+"""
+
+
+@needs_namespaces
+@pytest.mark.parametrize("kind", ["wireguard", "vxlan"])
+def test_over_a_tunnel_nothing_is_left_on_the_network_below(tmp_path: Path, kind: str) -> None:
+    # The recipe of SECURITY.md. VXLAN has the same shape without the keys: it shows where the run listens, which is
+    # ours, on kernels without WireGuard; that packets are sealed is WireGuard's own.
+    if not can_tunnel(kind):
+        pytest.skip(f"this kernel has no {kind} interfaces, or the tool for them is missing")
+    with network(3) as net:
+        options = host_options(f"{net.tunnel(kind)[0]}:29400")
+        with (
+            Running(tmp_path / "a", WORK, *options, prefix=net.on(0), PHALANX_SECRET=SECRET) as first,
+            Running(tmp_path / "b", WORK, *options, prefix=net.on(1), PHALANX_SECRET=SECRET) as second,
+        ):
+            assert first.wait_for(r"sum 2\.0 at (\S+) ")[1] == "10.77.0.1"
+            second.wait_for(r"sum 2\.0")
+            for host, inside in ((0, "10.77.0.1"), (1, "10.77.0.2")):
+                sockets = net.listening(host)
+                assert sockets and {address for address, _ in sockets} <= {inside, "127.0.0.1"}, sockets
+                ports = [str(port) for _, port in sockets]
+                _, said = attempt(net.on(2, sys.executable, "-c", CONNECT, net.addresses[host], *ports))
+                assert set(said.split()) == {"111"}, said  # refused: nothing there
+            for folder in (tmp_path / "a", tmp_path / "b"):
+                (folder / "stop").touch()
+            assert [first.end(), second.end()] == [0, 0], first.said() + second.said()

@@ -87,7 +87,7 @@ def test_another_host_reaches_no_port_of_the_run(tmp_path: Path) -> None:
 @needs_root
 def test_a_network_of_its_own_keeps_gloo_from_the_other_users_of_the_host(tmp_path: Path) -> None:
     # The recipe of SECURITY.md for hosts shared with people one does not trust.
-    prefix = ["unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
+    prefix = ["unshare", "--map-root-user", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
     with Running(tmp_path, PLAIN.format(backend="gloo"), "--nproc", "2", prefix=prefix) as run:
         run.wait_for(r"sum 2\.0")
         inside = [port for sockets in listeners(run).values() for _, port in sockets]
