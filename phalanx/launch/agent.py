@@ -49,9 +49,26 @@ _HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
 class _Agent(LocalElasticAgent):
-    """Starts all workers or none: a signal in the middle would leave some that the agent does not know of."""
+    """Torch's agent, with two looks of our own: when workers are started, and before it tells survivors to end."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.terminated: set[int] = set()
+        """Ranks that SIGTERM ended while the agent had not sent it to anybody."""
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        for worker in worker_group.workers:
+            with contextlib.suppress(ChildProcessError):  # the agent has noted its end already
+                # Without reaping it: its exit code is the agent's to fetch.
+                found = os.waitid(os.P_PID, worker.id, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+                if found is not None and (found.si_code, found.si_status) == (os.CLD_KILLED, signal.SIGTERM):
+                    self.terminated.add(worker.global_rank)
+        result: RunResult = super()._monitor_workers(worker_group)
+        return result
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        # All or none: a signal in the middle would leave some that the agent does not know of.
+        self.terminated.clear()
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED)
         try:
             started: dict[int, Any] = super()._start_workers(worker_group)
@@ -164,7 +181,7 @@ def _start_and_watch(settings: LaunchSettings, directory: RunDirectory, sink: Si
             keeper.close()
             follower.close()
         if result is not None and result.is_failed():
-            failure = summarize(directory, logs.attempt, _exitcodes(logs, result), keeper.tails())
+            failure = summarize(directory, logs.attempt, _exitcodes(logs, result), keeper.tails(), agent.terminated)
     finally:
         elsewhere = rendezvous.leave(_words(failure, ended_by, result)) or elsewhere
     return Outcome(0.0, failure, ended_by, "" if ended_by else elsewhere)

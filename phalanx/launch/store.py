@@ -15,9 +15,9 @@ import importlib
 import os
 import socket
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import parse_qs, urlparse
 
 import torch.distributed as dist
@@ -27,8 +27,6 @@ from phalanx.launch.environment import LOOPBACK
 
 RUN_STORE = "PHALANX_RUN_STORE"
 """Environment variable: the path of the run's store. Useless to whoever may not look into the launcher."""
-
-_joined: Counter[int] = Counter()  # by the size of the world
 
 _NOBODY_CLEANS_UP = -1  # FileStore would remove the file after as many workers; ours has no name to remove
 
@@ -89,37 +87,54 @@ def run_store(environ: Mapping[str, str], timeout: timedelta | None = None) -> d
 
 
 def answer_env_rendezvous(environ: Mapping[str, str]) -> None:
-    """From now on `env://`, and `tcp://` at the run's own MASTER_ADDR:MASTER_PORT, mean the run's store."""
+    """From now on `env://` and `tcp://` lead to the run's store, where they mean the world that this run started.
+
+    That is at the run's own MASTER_ADDR:MASTER_PORT, and at any other port of loopback that all ranks of the run meet at,
+    as in scripts that set the two variables themselves. Everything else is left to torch.
+    """
     if not environ.get(RUN_STORE):
         return
     # The registry is private: the public `register_rendezvous_handler` refuses to replace the two that torch
     # brings, and a script that asks for "env://" cannot be asked to ask for something else.
     # Imported by name, since `torch.distributed.rendezvous` is also the name of a function.
     handlers: dict[str, Any] = importlib.import_module("torch.distributed.rendezvous")._rendezvous_handlers
-    own = (environ.get("MASTER_ADDR"), environ.get("MASTER_PORT"))
-    elsewhere = handlers["tcp"]
+    ours = _Point(environ.get("MASTER_ADDR"), environ.get("MASTER_PORT"), int(environ.get("WORLD_SIZE", 0)))
+    for scheme in ("env", "tcp"):
+        handlers[scheme] = _answer(ours, handlers[scheme])
 
-    def tcp(url: str, **options: Any) -> Iterator[tuple[dist.Store, int, int]]:
+
+class _Point(NamedTuple):
+    """Where a world of some size meets."""
+
+    host: str | None
+    port: str | None
+    world: int
+
+    def is_within(self, run: _Point) -> bool:
+        at_home = self.host == "localhost" or (self.host or "").startswith("127.") or self.host == "::1"
+        return self[:2] == run[:2] or (at_home and self.world == run.world)
+
+
+def _answer(run: _Point, torchs: Callable[..., Any]) -> Callable[..., Iterator[tuple[dist.Store, int, int]]]:
+    def handler(url: str, timeout: timedelta | None = None, **options: Any) -> Iterator[tuple[dist.Store, int, int]]:
         asked = urlparse(url)
-        ours = (asked.hostname, str(asked.port)) == own
-        yield from _join(url, **options) if ours else elsewhere(url, **options)
+        query = parse_qs(asked.query)
+        rank = query["rank"][0] if "rank" in query else os.environ.get("RANK")
+        world = query["world_size"][0] if "world_size" in query else os.environ.get("WORLD_SIZE")
+        host = asked.hostname if asked.scheme == "tcp" else os.environ.get("MASTER_ADDR")
+        port = str(asked.port) if asked.scheme == "tcp" else os.environ.get("MASTER_PORT")
+        point = _Point(host, port, int(world or 0))
+        store = run_store(os.environ, timeout) if rank and world and point.is_within(run) else None
+        if rank is None or store is None:
+            yield from torchs(url, **options, **({} if timeout is None else {"timeout": timeout}))
+            return
+        # Groups that follow each other at one place, as after `destroy_process_group`, must not read each other's
+        # keys. Every rank of a world joins it equally often, so that each knows the number without asking.
+        _joined[point] += 1
+        yield dist.PrefixStore(f"{host}:{port}/{world}/{_joined[point]}", store), int(rank), point.world
+        raise RuntimeError(f"{url}: a process can meet the others once per start")
 
-    handlers["env"], handlers["tcp"] = _join, tcp
+    return handler
 
 
-def _join(url: str, timeout: timedelta | None = None, **_: Any) -> Iterator[tuple[dist.Store, int, int]]:
-    query = parse_qs(urlparse(url).query)
-    place = []
-    for name, variable in (("rank", "RANK"), ("world_size", "WORLD_SIZE")):
-        value = query[name][0] if name in query else os.environ.get(variable)
-        if value is None:
-            raise ConfigError(f"neither {url} nor the environment says {variable}, which phalanx run sets")
-        place.append(int(value))
-    store = run_store(os.environ, timeout)
-    if store is None:
-        raise ConfigError(f"{RUN_STORE} was taken out of the environment; phalanx run sets it for its workers")
-    # Groups of the same name that follow each other, as after `destroy_process_group`, must not read each other's
-    # keys. Every rank of a world joins it equally often, so that each knows the number without asking.
-    _joined[place[1]] += 1
-    yield dist.PrefixStore(f"{place[1]}/{_joined[place[1]]}", store), place[0], place[1]
-    raise RuntimeError(f"{url}: a process can meet the others once per start")
+_joined: Counter[_Point] = Counter()

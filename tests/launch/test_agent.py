@@ -93,6 +93,21 @@ def test_a_killed_rank_is_named_and_not_the_peer_that_noticed(tmp_path: Path) ->
     assert failure is not None and (failure.first.rank, failure.first.how) == (0, "killed by SIGKILL")
 
 
+@pytest.mark.parametrize("backend", ["gloo", "phalanx"])
+def test_a_rank_that_was_terminated_from_outside_is_named(tmp_path: Path, backend: str) -> None:
+    body = f"""
+    worker = init("{backend}")
+    dist.all_reduce(torch.ones(1))
+    if worker.rank == 1:
+        os.kill(os.getpid(), 15)
+    while True:
+        dist.all_reduce(torch.ones(1))
+    """
+    failure = Launched(tmp_path, body).outcome.failure
+    assert failure is not None and (failure.first.rank, failure.first.how) == (1, "killed by SIGTERM")
+    assert "SIGTERM came from outside" in failure.hint
+
+
 def test_a_restart_gets_a_new_attempt(tmp_path: Path) -> None:
     body = """
     print("attempt", os.environ["TORCHELASTIC_RESTART_COUNT"])

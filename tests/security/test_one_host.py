@@ -53,6 +53,37 @@ def test_a_plain_script_runs_and_nothing_listens_beyond_loopback(tmp_path: Path,
     assert {address for sockets in found.values() for address, _ in sockets} <= {"127.0.0.1"}
 
 
+TUTORIAL = """
+import os, time
+import torch, torch.distributed as dist
+rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+if "{way}" == "tcp":
+    dist.init_process_group("gloo", init_method="tcp://localhost:12355", rank=rank, world_size=world)
+else:
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "localhost", "12355"
+    dist.init_process_group("gloo", rank=rank, world_size=world)
+for _ in range(5):
+    x = torch.ones(1)
+    dist.all_reduce(x)
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", rank=rank, world_size=world)
+print("sum", x.item(), flush=True)
+while not os.path.exists("stop"):
+    time.sleep(0.05)
+dist.barrier()
+"""
+
+
+@pytest.mark.parametrize("way", ["env", "tcp"])
+def test_a_script_that_chooses_its_own_port_opens_nothing_either(tmp_path: Path, way: str) -> None:
+    with Running(tmp_path, TUTORIAL.replace("{way}", way), "--nproc", "2") as run:
+        run.wait_for(r"sum 2\.0")
+        found = listeners(run)
+        (tmp_path / "stop").touch()
+        assert run.end() == 0, run.said()
+    assert len(found) >= 3 and {address for sockets in found.values() for address, _ in sockets} <= {"127.0.0.1"}
+
+
 @needs_root
 def test_another_user_can_neither_read_nor_write_the_store(tmp_path: Path) -> None:
     with Running(tmp_path, PLAIN.format(backend="gloo"), "--nproc", "2") as run:
