@@ -41,8 +41,10 @@ def gone(pid: int, seconds: float = 3.0) -> bool:
     return not descendants_of(pid)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-@pytest.mark.parametrize("moment_s", [0.1, 0.8, 6.0])
+@pytest.mark.parametrize(
+    ("number", "moment_s"),
+    [(signal.SIGINT, 0.1), (signal.SIGINT, 0.8), (signal.SIGINT, 6.0), (signal.SIGTERM, 0.1), (signal.SIGHUP, 0.8)],
+)
 def test_a_signal_while_workers_import_ends_them_without_a_traceback(
     tmp_path: Path, number: signal.Signals, moment_s: float
 ) -> None:
