@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import click
 from rich.console import Console
 
@@ -16,7 +18,32 @@ def console() -> Console:
 
 def say(line: str) -> None:
     """One line of the command's own, on standard error so that the script's output stays clean."""
-    click.echo(f"{click.style('phalanx', fg='cyan')}: {line}", err=True)
+    click.echo(f"{click.style('phalanx', fg='cyan')}: {visible(line)}", err=True)
+
+
+# Colours and weights. The other sequences move the cursor, retitle the window, write to the clipboard or make the
+# terminal type an answer: whoever can print a line must not be able to do that to who reads it.
+_COLOUR = re.compile("\x1b\\[[0-9;:]*m")
+# C0 without tab, DEL, C1, and the marks that turn the direction of text around.
+_CONTROL = re.compile("[\x00-\x08\x0a-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
+
+
+def visible(line: str) -> str:
+    """One line with its control characters shown, not obeyed: `visible("a\\x1b[2Jb") == "a^[[2Jb"`.
+
+    Tabs and colours pass, and a line that changes the colour gives it back at its end.
+    """
+    pieces, colours = _COLOUR.split(line), _COLOUR.findall(line)
+    shown = [_CONTROL.sub(_caret, piece) for piece in pieces]
+    mixed = "".join(piece + colour for piece, colour in zip(shown, [*colours, ""], strict=True))
+    return mixed + "\x1b[0m" if colours and colours[-1] not in ("\x1b[0m", "\x1b[m") else mixed
+
+
+def _caret(found: re.Match[str]) -> str:
+    code = ord(found[0])
+    if code < 0x20 or code == 0x7F:
+        return "^" + chr(code ^ 0x40)
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
 
 
 def colour_of_rank(rank: int) -> str:

@@ -8,12 +8,14 @@ from __future__ import annotations
 import difflib
 import importlib
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 import click
 
+from phalanx.cli.console import visible
 from phalanx.errors import PhalanxError
 
 _COMMANDS = {
@@ -56,6 +58,8 @@ def cli() -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """The entry point of the `phalanx` command. Never returns."""
     try:
+        # `phalanx_command` lets an interrupt end the process while torch is imported; from here on it is handled.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         sys.exit(cli.main(args=arguments, prog_name="phalanx", standalone_mode=False) or 0)
     except click.UsageError as error:
         _fail(_one_line(error), error.ctx)
@@ -81,7 +85,7 @@ def _fail(message: str, ctx: click.Context | None = None, exitcode: int = 2) -> 
     line = line if len(line) <= _LONGEST else f"{line[: _LONGEST // 2]} … {line[-_LONGEST // 2 :]}"
     if ctx is not None and "--help" not in line:
         line += f" (see {command} --help)"
-    click.echo(f"{click.style('error', fg='red', bold=True)}: {line}", err=True)
+    click.echo(f"{click.style('error', fg='red', bold=True)}: {visible(line)}", err=True)
     sys.exit(exitcode)
 
 

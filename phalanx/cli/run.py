@@ -11,10 +11,12 @@ from pathlib import Path
 import click
 import torch
 
-from phalanx.cli.console import colour_of_rank, quantity, say
+from phalanx.cli.console import colour_of_rank, quantity, say, visible
 from phalanx.errors import ConfigError
 from phalanx.launch.agent import LaunchSettings, Outcome, launch
 from phalanx.launch.failure import FailureSummary, RankEnd
+from phalanx.launch.hosts.meeting import check_endpoint
+from phalanx.launch.hosts.secret import SECRET, read_secret
 from phalanx.launch.logs import Sink
 from phalanx.launch.rundir import RunDirectory
 from phalanx.launch.worker import threads_for
@@ -29,7 +31,8 @@ _MOST_AUTOMATIC_WORKERS = 8
 )
 @click.option("-n", "--nproc", default="auto", metavar="N", help="Workers here; 'auto': GPUs, else cores.")
 @click.option("--nnodes", default="1", metavar="N|MIN:MAX", help="Hosts; start the same command on each.")
-@click.option("--endpoint", metavar="HOST:PORT", help="Where hosts meet, the same on each.")
+@click.option("--endpoint", metavar="HOST:PORT", help="Where hosts meet: an address of the first, the same on each.")
+@click.option("--secret-file", metavar="FILE", help=f"What only the hosts of this run know; else {SECRET}.")
 @click.option("--node-rank", type=int, help="This host's number, when hosts are numbered by hand.")
 @click.option("--run-id", default="phalanx", help="Tells runs that share an endpoint apart.")
 @click.option("--max-restarts", type=click.IntRange(0), default=0, help="Start again after a failure.")
@@ -44,6 +47,7 @@ def command(
     nproc: str,
     nnodes: str,
     endpoint: str | None,
+    secret_file: str | None,
     node_rank: int | None,
     run_id: str,
     max_restarts: int,
@@ -60,7 +64,7 @@ def command(
     \b
     phalanx run train.py                       all GPUs, or all cores, of this machine
     phalanx run --nproc 2 --trace train.py     two workers, traced for phalanx report
-    phalanx run --nnodes 2 --endpoint head:29500 train.py     the same command on both hosts
+    phalanx run --nnodes 2 --endpoint 10.0.0.1:29500 --secret-file phalanx.secret train.py     on both hosts
     """
     _check_script(script, module)
     fewest, most = parse_nodes(nnodes)
@@ -70,17 +74,18 @@ def command(
         nproc=workers,
         min_nodes=fewest,
         max_nodes=most,
-        endpoint=_check_endpoint(endpoint),
+        endpoint=None if endpoint is None else check_endpoint(endpoint),
         node_rank=node_rank,
         run_id=run_id if endpoint else "",
         max_restarts=max_restarts,
         tracing=tracing,
         grace_s=grace,
+        secret=read_secret(secret_file, os.environ) if most > 1 or secret_file else None,
     )
     directory = RunDirectory.create(run_dir, Path(script).stem)
     threads = os.environ.get("OMP_NUM_THREADS") or threads_for(workers)
     say(f"{quantity(workers, 'worker')}, OMP_NUM_THREADS={threads} each, logs in {directory.root}")
-    outcome = launch(settings, directory, _sink(workers * most, quiet))
+    outcome = launch(settings, directory, _sink(workers * most, quiet), say)
     _close(outcome, directory, tracing)
     return outcome.exitcode
 
@@ -123,15 +128,6 @@ def _check_script(script: str, module: bool) -> None:
         raise ConfigError(f"there is no script {script} in {os.getcwd()}. {remedy}")
 
 
-def _check_endpoint(endpoint: str | None) -> str | None:
-    if endpoint is None:
-        return None
-    host, _, port = endpoint.rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) < 65536:
-        raise ConfigError(f"--endpoint should be HOST:PORT, such as head:29500; got {endpoint!r}")
-    return endpoint
-
-
 def _meanwhile(end: RankEnd) -> str:
     pieces = [end.doing] if end.doing else []
     if end.message:
@@ -145,6 +141,8 @@ def _meanwhile(end: RankEnd) -> str:
 def _sink(world: int, quiet: bool) -> Sink:
     width = len(str(world - 1))
     lock = threading.Lock()
+    # Output that goes to a file or a pipe stays as it is; on a terminal it must not be able to do anything.
+    on_terminal = {"stdout": sys.stdout.isatty(), "stderr": sys.stderr.isatty()}
 
     def show(rank: int, stream: str, line: str) -> None:
         if quiet and rank != 0:
@@ -153,7 +151,7 @@ def _sink(world: int, quiet: bool) -> Sink:
         if world > 1:
             prefix = click.style(f"{rank:>{width}} │ ", fg=colour_of_rank(rank), bold=stream == "stderr")
         with lock:
-            click.echo(prefix + line, err=stream == "stderr")
+            click.echo(prefix + (visible(line) if on_terminal[stream] else line), err=stream == "stderr")
 
     return show
 
@@ -161,8 +159,11 @@ def _sink(world: int, quiet: bool) -> Sink:
 def _close(outcome: Outcome, directory: RunDirectory, tracing: bool) -> None:
     if outcome.signal is not None:
         say(f"ended by {outcome.signal.name} after {outcome.seconds:.1f} s; every worker has ended")
-    elif outcome.failure is not None:
-        show_failure(outcome.failure, directory)
+    elif outcome.failure is not None or outcome.elsewhere:
+        if outcome.elsewhere:
+            say(click.style("another host ended the run", fg="red", bold=True) + f": {outcome.elsewhere}")
+        if outcome.failure is not None:
+            show_failure(outcome.failure, directory)
     else:
         say(f"finished in {outcome.seconds:.1f} s")
     if tracing:
@@ -175,12 +176,12 @@ def show_failure(failure: FailureSummary, directory: RunDirectory) -> None:
     say(click.style(f"rank {first.rank} failed first", fg="red", bold=True) + f" ({first.how})")
     said = first.traceback or (first.message if first.message != first.how else "")
     for line in said.rstrip().splitlines() or ["it left no message"]:
-        click.echo(f"    {line}", err=True)
+        click.echo(f"    {visible(line)}", err=True)
     if failure.hint:
         say(click.style("what to do", bold=True) + f": {failure.hint}")
     if failure.others:
         say("meanwhile")
     for end in failure.others:
         doing = "failed in the same way" if failure.alike(end) else _meanwhile(end)
-        click.echo(f"    rank {end.rank}: {doing}", err=True)
+        click.echo(f"    rank {end.rank}: {visible(doing)}", err=True)
     say(f"all output is in {directory.root}")

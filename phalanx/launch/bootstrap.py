@@ -1,8 +1,9 @@
-"""The first code of every worker that `phalanx run` starts: `python -m phalanx.launch.bootstrap script.py …`.
+"""The first code of every worker that `phalanx run` starts: `main(["script.py", …])`.
 
 It runs the script as `__main__`, and makes sure that a failure is known in words: the exception with its
 traceback goes to the rank's error file, the stacks of a rank that is told to end go to its stacks file, and
-warnings go to the trace. A worker never outlives the agent that started it.
+warnings go to the trace. `env://` is answered with the run's own store. A worker never outlives the agent that
+started it.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from phalanx.errors import CollectiveTimeout, PeerFailure
 from phalanx.launch.logs import STACKS_FILE
+from phalanx.launch.rundir import open_private
+from phalanx.launch.store import answer_env_rendezvous
 from phalanx.launch.worker import TRACE_DIRECTORY
 from phalanx.observe import trace
 
@@ -46,12 +49,16 @@ def main(arguments: list[str]) -> None:
     _end_with_agent()
     _dump_stacks_when_ended()
     _trace_from_the_start()
+    answer_env_rendezvous(os.environ)
     try:
+        # Until here an interrupt ended us by the system's own hand, without a traceback of imports.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         _run(arguments)
     except SystemExit:
         raise
     except KeyboardInterrupt:
-        # The user ended the run; where each rank stood is not news.
+        # The user ended the run; where each rank stood is not news, nor is what a second interrupt would interrupt.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         sys.exit(128 + signal.SIGINT)
     except BaseException as error:
         _record_failure(error)
@@ -86,9 +93,12 @@ def _dump_stacks_when_ended() -> None:
     path = os.environ.get(STACKS_FILE)
     if not path:
         return
-    file: TextIO = open(path, "w")  # kept open: the handler writes to it at the very end
-    file.write(f"main thread 0x{threading.main_thread().ident:016x}\n")
-    file.flush()
+    try:
+        file: TextIO = open(open_private(Path(path)), "w")  # kept open: the handler writes to it at the very end
+        file.write(f"main thread 0x{threading.main_thread().ident:016x}\n")
+        file.flush()
+    except OSError:
+        return  # a full disk; the launcher says so
     # In C, so it works while the main thread is blocked in a collective; then the default handler ends us.
     faulthandler.register(signal.SIGTERM, file=file, all_threads=True, chain=True)
     faulthandler.enable(all_threads=True)
@@ -146,9 +156,12 @@ def _record_failure(error: BaseException) -> None:
             "doing": _doing(error),
         },
     }
-    fresh = Path(f"{path}.{os.getpid()}")
-    fresh.write_text(json.dumps(record))
-    fresh.replace(path)
+    # A full disk must not hide the failure: it is on stderr too, and the launcher keeps the end of that in memory.
+    with contextlib.suppress(OSError):
+        fresh = Path(f"{path}.{os.getpid()}")
+        with open(open_private(fresh), "w") as file:
+            file.write(json.dumps(record))
+        fresh.replace(path)
 
 
 def _show(error: BaseException) -> None:
@@ -182,6 +195,3 @@ def _without_our_frames(error: BaseException) -> BaseException:
         at = at.tb_next
     return error.with_traceback(at) if at is not None else error
 
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

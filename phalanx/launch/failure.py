@@ -9,8 +9,8 @@ import json
 import re
 import signal
 import sysconfig
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,8 @@ class RankEnd:
     doing: str = ""
     at_ns: int | None = None
     consequence: bool = False
+    from_outside: bool = False
+    """Whether SIGTERM came before the launcher told the survivors to end."""
 
     @property
     def how(self) -> str:
@@ -71,6 +73,8 @@ class FailureSummary:
                 "SIGKILL from outside is most often the system running out of memory (see dmesg). Use smaller batches, "
                 "fewer workers, or ZeroRedundancyOptimizer."
             )
+        if self.first.from_outside:
+            return "SIGTERM came from outside: a scheduler, the end of a container or a session, or somebody's kill."
         if self.first.exitcode in (-signal.SIGSEGV, -signal.SIGBUS) and self.first.at_ns is None:
             return "It crashed in native code. Shared memory that is full is one cause; `phalanx doctor` looks at it."
         return ""
@@ -96,10 +100,24 @@ class FailureSummary:
 
 
 def summarize(
-    directory: RunDirectory, attempt: int, exitcodes: Mapping[int, int | None]
+    directory: RunDirectory,
+    attempt: int,
+    exitcodes: Mapping[int, int | None],
+    tails: Mapping[int, str] | None = None,
+    terminated: Collection[int] = (),
 ) -> FailureSummary | None:
-    """The summary of one attempt from each local rank's exit code, or None when every rank ended well."""
-    ends = [_end(directory.rank(attempt, rank), rank, code) for rank, code in sorted(exitcodes.items())]
+    """The summary of one attempt from each local rank's exit code, or None when every rank ended well.
+
+    `tails` is the end of each rank's stderr, for ranks whose file could not hold it; `terminated` the ranks that
+    SIGTERM ended before the launcher sent it to anybody.
+    """
+    tails = tails or {}
+    ends = [
+        _end(RankFiles(directory.attempt(attempt) / f"rank-{rank:05d}"), rank, code, tails.get(rank, ""))
+        for rank, code in sorted(exitcodes.items())
+    ]
+    outside = {rank for rank in terminated if exitcodes.get(rank) == _TOLD_TO_END}
+    ends = [replace(end, from_outside=True, message=end.message or end.how) if end.rank in outside else end for end in ends]
     failed = [end for end in ends if end.exitcode not in (0, None)]
     if not failed:
         return None
@@ -112,18 +130,18 @@ def _suspicion(end: RankEnd) -> tuple[int, int]:
 
     A rank killed from outside leaves no record, and the peers that notice may record their error before
     the agent sees the death; so an unexplained death comes before any rank that blames a peer. A rank
-    ended by SIGTERM was ended by the agent, after the fact.
+    ended by SIGTERM was ended by the agent, after the fact, unless it was seen dead before.
     """
-    if end.exitcode == _TOLD_TO_END and end.at_ns is None:
+    if end.exitcode == _TOLD_TO_END and end.at_ns is None and not end.from_outside:
         return (3, end.rank)
     if end.consequence:
         return (2, end.at_ns or 0)
     if end.at_ns is None:
-        return (1 if end.exitcode == -signal.SIGKILL else 0, end.rank)
+        return (1 if end.exitcode == -signal.SIGKILL or end.from_outside else 0, end.rank)
     return (0, end.at_ns)
 
 
-def _end(files: RankFiles, rank: int, exitcode: int | None) -> RankEnd:
+def _end(files: RankFiles, rank: int, exitcode: int | None, tail: str) -> RankEnd:
     record = _read_record(files.error)
     if record is not None:
         ours = record.get("phalanx", {})
@@ -141,7 +159,8 @@ def _end(files: RankFiles, rank: int, exitcode: int | None) -> RankEnd:
     end = RankEnd(rank, exitcode, message="", doing=describe(read_stacks(files.stacks)))
     if exitcode in (0, None, _TOLD_TO_END):
         return end
-    return RankEnd(rank, exitcode, message=end.how, traceback=_tail(files.stderr), doing=end.doing)
+    said = _last_lines(tail) or _tail(files.stderr)
+    return RankEnd(rank, exitcode, message=end.how, traceback=said, doing=end.doing)
 
 
 def _read_record(path: Path) -> dict[str, Any] | None:
@@ -154,10 +173,13 @@ def _read_record(path: Path) -> dict[str, Any] | None:
 
 def _tail(path: Path) -> str:
     try:
-        lines = path.read_text(errors="replace").rstrip().splitlines()
+        return _last_lines(path.read_text(errors="replace"))
     except OSError:
         return ""
-    return "\n".join(lines[-_LOG_TAIL_LINES:])
+
+
+def _last_lines(text: str) -> str:
+    return "\n".join(text.rstrip().splitlines()[-_LOG_TAIL_LINES:])
 
 
 def read_stacks(path: Path) -> list[tuple[str, int, str]]:

@@ -1,26 +1,36 @@
 """Each rank's output: kept in files, and passed on line by line while it is written.
 
-`RankLogs` tells torch's elastic agent where a worker's streams go. A thread follows the files and hands every
-line to a sink; what the line looks like on a terminal is the sink's business.
+Workers write into pipes. One thread, `Keeper`, moves what comes out of them into files and does nothing else, so
+that a slow terminal never makes a worker wait; another, `Follower`, reads the files and hands every line to a sink.
+What the line looks like on a terminal is the sink's business. When a file cannot be written any more, the disk being
+full, the keeper says so once and gives what follows to the follower directly: a script never fails by its own prints.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import os
+import selectors
 import threading
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
-from phalanx.launch.rundir import RunDirectory
+from phalanx.launch.rundir import RunDirectory, open_private
+from phalanx.launch.waiting import Notice
 from phalanx.launch.worker import TRACE_DIRECTORY
 
 STACKS_FILE = "PHALANX_STACKS_FILE"
 """Environment variable: where a worker writes its stacks when it is told to end."""
 
 FOLLOW_INTERVAL_S = 0.04
+_PIPE_BYTES = 1 << 20  # what a worker may be ahead of the keeper
+_TAIL_BYTES = 8192
 
 Sink = Callable[[int, str, str], None]
 """Called with (rank, "stdout" or "stderr", line without its end)."""
@@ -33,6 +43,8 @@ class _Followed:
     path: Path
     file: BinaryIO | None = None
     rest: bytes = b""
+    unkept: deque[bytes] = field(default_factory=deque)
+    """What came after the file could not be written any more."""
 
 
 @dataclass
@@ -44,12 +56,17 @@ class Follower:
     _closing: threading.Event = field(default_factory=threading.Event)
     _thread: threading.Thread | None = None
 
-    def follow(self, rank: int, stream: str, path: Path) -> None:
-        """Pass on what `path` holds and what is added to it. It need not exist yet."""
-        self._files.append(_Followed(rank, stream, path))
+    def follow(self, rank: int, stream: str, path: Path) -> Callable[[bytes], None]:
+        """Pass on what `path` holds and what is added to it. It need not exist yet.
+
+        Returns a function that passes on bytes which could not be put there.
+        """
+        followed = _Followed(rank, stream, path)
+        self._files.append(followed)
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="phalanx-logs", daemon=True)
             self._thread.start()
+        return followed.unkept.append
 
     def close(self) -> None:
         """Pass on everything that was written, then stop. Closing twice is harmless."""
@@ -73,11 +90,11 @@ class Follower:
 
     def _pass_on(self, followed: _Followed) -> None:
         if followed.file is None:
-            try:
+            with contextlib.suppress(FileNotFoundError):
                 followed.file = open(followed.path, "rb")
-            except FileNotFoundError:
-                return
-        data = followed.rest + followed.file.read()
+        # Before the file is read: what is in the file by then came first.
+        unkept = b"".join(followed.unkept.popleft() for _ in range(len(followed.unkept)))
+        data = followed.rest + (followed.file.read() if followed.file is not None else b"") + unkept
         *lines, followed.rest = data.split(b"\n")
         for line in lines:
             self._emit(followed, line)
@@ -88,15 +105,126 @@ class Follower:
         self.sink(followed.rank, followed.stream, shown.decode("utf-8", "replace"))
 
 
+@dataclass
+class _Kept:
+    rank: int
+    stream: str
+    path: Path
+    reader: int
+    writer: int
+    """Our own end of the pipe, by which the agent opens the worker's."""
+    give_away: Callable[[bytes], None]
+    file: int | None
+    tail: bytes = b""
+
+
+class Keeper:
+    """Moves what workers write from pipes into files. The thread lives from the first `keep` to `close`."""
+
+    def __init__(self, follower: Follower, notice: Notice) -> None:
+        self._follower = follower
+        self._notice = notice
+        self._selector = selectors.DefaultSelector()
+        self._kept: list[_Kept] = []
+        self._closing = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._told = False
+
+    def keep(self, rank: int, stream: str, path: Path) -> str:
+        """A name under which this process can open the stream for a worker; all that it writes goes to `path`."""
+        reader, writer = os.pipe2(os.O_CLOEXEC)
+        os.set_blocking(reader, False)
+        with contextlib.suppress(OSError):  # a limit of the system; the usual size will do
+            fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+        kept = _Kept(rank, stream, path, reader, writer, self._follower.follow(rank, stream, path), None)
+        try:
+            kept.file = open_private(path)
+        except OSError as error:
+            self._give_up(kept, error)
+        self._kept.append(kept)
+        self._selector.register(reader, selectors.EVENT_READ, kept)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="phalanx-keeper", daemon=True)
+            self._thread.start()
+        return f"/proc/self/fd/{writer}"
+
+    def tails(self) -> dict[int, str]:
+        """The end of each rank's stderr in its latest start, also where no file could hold it."""
+        return {kept.rank: kept.tail.decode("utf-8", "replace") for kept in self._kept if kept.stream == "stderr"}
+
+    def close(self) -> None:
+        """Move what is left, then stop. The workers have ended. Closing twice is harmless."""
+        self._closing.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        for kept in self._kept:
+            self._move(kept)
+            for descriptor in (kept.reader, kept.writer, kept.file):
+                if descriptor is not None and descriptor >= 0:
+                    os.close(descriptor)
+            kept.reader = kept.writer = -1
+            kept.file = None
+        self._selector.close()
+
+    def _run(self) -> None:
+        while not self._closing.is_set():
+            for key, _ in self._selector.select(timeout=0.1):
+                self._move(key.data, once=True)
+
+    def _move(self, kept: _Kept, once: bool = False) -> None:
+        while kept.reader >= 0:
+            try:
+                data = os.read(kept.reader, _PIPE_BYTES)
+            except BlockingIOError:
+                return
+            if not data:
+                return
+            kept.tail = (kept.tail + data)[-_TAIL_BYTES:]
+            self._put(kept, data)
+            if once:
+                return
+
+    def _put(self, kept: _Kept, data: bytes) -> None:
+        view = memoryview(data)
+        try:
+            while view and kept.file is not None:
+                view = view[os.write(kept.file, view) :]
+        except OSError as error:
+            self._give_up(kept, error)
+        if view:
+            kept.give_away(bytes(view))
+
+    def _give_up(self, kept: _Kept, error: OSError) -> None:
+        if kept.file is not None:
+            os.close(kept.file)
+            kept.file = None
+        if not self._told:
+            self._told = True
+            self._notice(
+                f"{kept.path} cannot be written: {error.strerror}. The run goes on; what rank {kept.rank} and others say "
+                "from now on is shown here, and kept only where the disk still takes it."
+            )
+
+
 class RankLogs(LogsSpecs):
     """Gives each worker its files in the run directory and follows them; a restart gets a new attempt."""
 
-    def __init__(self, directory: RunDirectory, follower: Follower, tracing: bool) -> None:
+    def __init__(
+        self,
+        directory: RunDirectory,
+        follower: Follower,
+        keeper: Keeper,
+        tracing: bool,
+        prepare: Callable[[MutableMapping[str, str]], None],
+    ) -> None:
         super().__init__(log_dir=str(directory.root))
         self._directory = directory
         self._follower = follower
+        self._keeper = keeper
         self._tracing = tracing
-        self.attempt = 0
+        self._prepare = prepare
+        self.attempt = -1
         self.ranks: tuple[int, ...] = ()
 
     @property
@@ -106,7 +234,8 @@ class RankLogs(LogsSpecs):
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         """Called by the agent at each start, with every local worker's environment, which we add to."""
         stdouts, stderrs, errors = {}, {}, {}
-        self.attempt = int(envs[0].get("TORCHELASTIC_RESTART_COUNT", "0"))
+        # Counted here: the agent's own count leaves out starts that follow a change of hosts.
+        self.attempt += 1
         self.ranks = tuple(int(envs[local]["RANK"]) for local in sorted(envs))
         for local, environ in envs.items():
             rank = int(environ["RANK"])
@@ -115,8 +244,8 @@ class RankLogs(LogsSpecs):
             environ[STACKS_FILE] = str(files.stacks)
             if self._tracing:
                 environ[TRACE_DIRECTORY] = str(self._directory.attempt(self.attempt))
-            stdouts[local], stderrs[local] = str(files.stdout), str(files.stderr)
+            self._prepare(environ)
+            stdouts[local] = self._keeper.keep(rank, "stdout", files.stdout)
+            stderrs[local] = self._keeper.keep(rank, "stderr", files.stderr)
             errors[local] = str(files.error)
-            self._follower.follow(rank, "stdout", files.stdout)
-            self._follower.follow(rank, "stderr", files.stderr)
         return LogsDest(stdouts=stdouts, stderrs=stderrs, error_files=errors)

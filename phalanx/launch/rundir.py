@@ -6,14 +6,17 @@
         rank-00000/stdout.log  stderr.log  error.json  stacks.txt
         trace-rank00000.jsonl        with tracing on
 
-Owns paths and `run.json`; knows nothing of what the files hold.
+Owns paths, who may read them, and `run.json`; knows nothing of what the files hold. Output, tracebacks and
+arguments are nobody else's business: folders are 0700 and files 0600, whatever the umask says.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
+import stat
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +25,19 @@ from typing import Any
 from phalanx.errors import ConfigError, StateError
 
 FACTS = "run.json"
+
+
+def open_private(path: Path) -> int:
+    """A descriptor of `path`, made new and empty, that only its owner may open. Fails where `path` exists."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    os.fchmod(descriptor, 0o600)
+    return descriptor
+
+
+def make_private(path: Path) -> None:
+    """A new folder that only its owner may enter. Fails where `path` exists, be it a link."""
+    path.mkdir(mode=0o700)
+    path.chmod(0o700)
 
 
 @dataclass(frozen=True)
@@ -58,10 +74,15 @@ class RunDirectory:
         """A new directory under `parent`, named after the time and `name`; unique even within a second."""
         safe = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.") or "run"
         stem = f"{time.strftime('%Y%m%d-%H%M%S')}-{safe}"
+        try:
+            _make_parents(Path(parent))
+        except OSError as error:
+            raise ConfigError(f"cannot create a run directory under {parent}: {error}") from None
+        _refuse_foreign(Path(parent))
         for number in range(1000):
             root = Path(parent) / (stem if number == 0 else f"{stem}-{number}")
             try:
-                root.mkdir(parents=True)
+                make_private(root)
             except FileExistsError:
                 continue
             except OSError as error:
@@ -76,7 +97,9 @@ class RunDirectory:
     def rank(self, attempt: int, rank: int) -> RankFiles:
         """The files of one rank; its folder exists afterwards."""
         directory = self.attempt(attempt) / f"rank-{rank:05d}"
-        directory.mkdir(parents=True, exist_ok=True)
+        for folder in (directory.parent, directory):
+            with contextlib.suppress(FileExistsError):
+                make_private(folder)
         return RankFiles(directory)
 
     def last_attempt(self) -> Path | None:
@@ -100,5 +123,47 @@ class RunDirectory:
         """Add to `run.json`. Replaced in one move, so a reader never sees half of it."""
         merged = self.facts() | facts
         fresh = self.root / f".{FACTS}.{os.getpid()}"
-        fresh.write_text(json.dumps(merged, indent=2, default=str) + "\n")
-        fresh.replace(self.root / FACTS)
+        fresh.unlink(missing_ok=True)
+        try:
+            with open(open_private(fresh), "w") as file:
+                file.write(json.dumps(merged, indent=2, default=str) + "\n")
+            fresh.replace(self.root / FACTS)
+        except OSError:
+            fresh.unlink(missing_ok=True)
+            raise
+
+
+def _make_parents(parent: Path) -> None:
+    """Missing folders above the run, which others may enter but, whatever the umask, not change."""
+    missing = [folder for folder in (parent, *parent.parents) if not folder.exists()]
+    for folder in reversed(missing):
+        with contextlib.suppress(FileExistsError):  # another run makes it at the same time
+            folder.mkdir(mode=0o755)
+    if not parent.is_dir():
+        raise NotADirectoryError(f"{parent} is not a folder")
+
+
+def _refuse_foreign(parent: Path) -> None:
+    """Refuse a place where another user could swap the run's folder for one of theirs, or for a link.
+
+    Trusted are this user, root, and whoever owns the working directory, who can change the script as well.
+    """
+    here = Path.cwd()
+    # In a user namespace root has another number, which the owner of / tells.
+    trusted = {os.geteuid(), 0, here.stat().st_uid, Path("/").stat().st_uid}
+    place = Path(os.path.abspath(parent))
+    for step in (place, *place.parents):
+        if step == here or step in here.parents:
+            return
+        for status in (step.lstat(), step.stat()):
+            writable_by_all = status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX
+            if status.st_uid not in trusted:
+                fault = f"belongs to user {status.st_uid}"
+            elif writable_by_all and not stat.S_ISLNK(status.st_mode):
+                fault = "can be changed by every user"
+            else:
+                continue
+            raise ConfigError(
+                f"--run-dir {parent}: {step} {fault}, who could put anything in the place of the run's files. Choose a "
+                "folder of your own."
+            )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -44,7 +45,12 @@ _CURVES = (trace.LOSS, "held_out_loss", trace.TOKENS_PER_S, trace.RESIDENT_BYTES
 def write(run: Run, path: str | Path) -> Path:
     """Write the report of `run` to `path` and return it."""
     target = Path(path)
-    target.write_text(render(run), encoding="utf-8")
+    page = render(run)
+    fresh = target.with_name(f".{target.name}.{os.getpid()}")
+    # Replaced, not written through: a run folder from elsewhere may hold a link of this name to any file of ours.
+    with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), "w", encoding="utf-8") as file:
+        file.write(page)
+    fresh.replace(target)
     return target
 
 

@@ -75,7 +75,7 @@ class Recorder:
         self.path = self.directory / f"trace-rank{rank:05d}.jsonl"
         self._events: deque[tuple[Any, ...]] = deque()
         # Written with os.write on our own descriptor: a forked child shares no buffer it could write twice.
-        self._descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+        self._descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         self._write(json.dumps(_header(rank, world)) + "\n")
         self._flush_lock = threading.Lock()
         self._closing = threading.Event()

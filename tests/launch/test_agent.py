@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -92,6 +93,21 @@ def test_a_killed_rank_is_named_and_not_the_peer_that_noticed(tmp_path: Path) ->
     assert failure is not None and (failure.first.rank, failure.first.how) == (0, "killed by SIGKILL")
 
 
+@pytest.mark.parametrize("backend", ["gloo", "phalanx"])
+def test_a_rank_that_was_terminated_from_outside_is_named(tmp_path: Path, backend: str) -> None:
+    body = f"""
+    worker = init("{backend}")
+    dist.all_reduce(torch.ones(1))
+    if worker.rank == 1:
+        os.kill(os.getpid(), 15)
+    while True:
+        dist.all_reduce(torch.ones(1))
+    """
+    failure = Launched(tmp_path, body).outcome.failure
+    assert failure is not None and (failure.first.rank, failure.first.how) == (1, "killed by SIGTERM")
+    assert "SIGTERM came from outside" in failure.hint
+
+
 def test_a_restart_gets_a_new_attempt(tmp_path: Path) -> None:
     body = """
     print("attempt", os.environ["TORCHELASTIC_RESTART_COUNT"])
@@ -125,7 +141,8 @@ def test_two_hosts_meet_at_an_endpoint(tmp_path: Path, numbered: bool) -> None:
         command = [sys.executable, "-m", "phalanx.cli.main", "run", "--nproc", "1", "--nnodes", "2"]
         command += ["--endpoint", endpoint, "--run-dir", str(tmp_path / f"host{number}")]
         command += ["--node-rank", str(number)] if numbered else []
-        hosts.append(subprocess.Popen([*command, str(path)], stdout=subprocess.PIPE, text=True))
+        environ = os.environ | {"PHALANX_SECRET": "a secret of the tests"}
+        hosts.append(subprocess.Popen([*command, str(path)], stdout=subprocess.PIPE, text=True, env=environ))
     said = sorted(host.communicate(timeout=50)[0].strip().split("│ ")[-1] for host in hosts)
     assert said == ["rank 0 of 2", "rank 1 of 2"] and [host.returncode for host in hosts] == [0, 0]
 
@@ -137,8 +154,38 @@ def test_two_hosts_meet_at_an_endpoint(tmp_path: Path, numbered: bool) -> None:
         ({"nproc": 1, "max_nodes": 2}, "need a meeting point"),
         ({"nproc": 1, "min_nodes": 3, "max_nodes": 2, "endpoint": "a:1"}, "hosts must be 1 or more"),
         ({"nproc": 1, "max_nodes": 2, "endpoint": "a:1", "node_rank": 2}, "host number 2"),
+        ({"nproc": 1, "max_nodes": 2, "endpoint": "a:1"}, "need a secret that only they know"),
     ],
 )
 def test_settings_that_cannot_be_met_are_refused(options: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         LaunchSettings(("train.py",), **options)  # type: ignore[arg-type]
+
+
+def test_hosts_start_again_together_after_a_failure_on_one(tmp_path: Path) -> None:
+    body = """
+    worker = init("gloo")
+    first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and not os.path.exists(sys.argv[1])
+    dist.barrier()
+    if first and worker.rank == 1:
+        open(sys.argv[1], "w").close()
+        sys.exit(3)
+    if first:
+        time.sleep(60)
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    print("rank", worker.rank, "sum", total.item())
+    """
+    path = script(tmp_path, body)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
+    environ = os.environ | {"PHALANX_SECRET": "a secret of the tests"}
+    hosts = []
+    for number in range(2):
+        command = [sys.executable, "-m", "phalanx.cli.main", "run", "--nproc", "1", "--nnodes", "2", "--max-restarts", "1"]
+        command += ["--endpoint", endpoint, "--run-dir", str(tmp_path / f"host{number}"), str(path), str(tmp_path / "mark")]
+        hosts.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ))
+    said = sorted(host.communicate(timeout=55)[0].strip().split("│ ")[-1] for host in hosts)
+    assert said == ["rank 0 sum 2.0", "rank 1 sum 2.0"] and [host.returncode for host in hosts] == [0, 0]
+    assert (tmp_path / "mark").exists(), "the failure happened"

@@ -1,0 +1,140 @@
+"""The store of a run on one host: where its ranks meet, without a socket that anybody else could reach.
+
+torch's TCPStore listens on every interface and asks nobody who they are. A run on one host needs no network for
+its store: the launcher makes a file in memory, without a name in any folder, and the workers open it as a c10d
+FileStore through the launcher's entry in `/proc`. The kernel lets only the launcher's own user (and root) follow
+that entry, and the file is gone with the last process that holds it, however the run ends.
+
+The launcher's side is `RunStore`. The worker's side is `answer_env_rendezvous`: a script asks torch for `env://`,
+which is what `init_process_group` does by default, and gets this store. Owns both; knows nothing of hosts.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import socket
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
+from typing import Any, NamedTuple
+from urllib.parse import parse_qs, urlparse
+
+import torch.distributed as dist
+
+from phalanx.errors import ConfigError
+from phalanx.launch.environment import LOOPBACK
+
+RUN_STORE = "PHALANX_RUN_STORE"
+"""Environment variable: the path of the run's store. Useless to whoever may not look into the launcher."""
+
+_NOBODY_CLEANS_UP = -1  # FileStore would remove the file after as many workers; ours has no name to remove
+
+
+class RunStore:
+    """One store per start of the workers: what ranks of an earlier attempt wrote must not be read by the next."""
+
+    def __init__(self) -> None:
+        self._descriptor: int | None = None
+
+    def renew(self) -> str:
+        """An empty store, whose path is returned for the workers' environment. The one before is dropped."""
+        self.close()
+        self._descriptor = os.memfd_create("phalanx-store", os.MFD_CLOEXEC)
+        # Following the entry in /proc is refused to other users already; the mode refuses them a second time.
+        os.fchmod(self._descriptor, 0o600)
+        return f"/proc/{os.getpid()}/fd/{self._descriptor}"
+
+    def close(self) -> None:
+        """Drop the store. Workers that hold it open keep it; closing twice is harmless."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+class ReservedPort:
+    """A port of loopback for MASTER_PORT, kept from other programs while the run lives.
+
+    Nothing listens there. It is for scripts that make a store of their own from MASTER_ADDR and MASTER_PORT: both
+    sockets allow reuse, so that the script may listen while this one, which does not listen, is still bound.
+    """
+
+    def __init__(self) -> None:
+        self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._socket.bind((LOOPBACK, 0))
+        self.number: int = self._socket.getsockname()[1]
+
+    def close(self) -> None:
+        """Let the port go."""
+        self._socket.close()
+
+
+def run_store(environ: Mapping[str, str], timeout: timedelta | None = None) -> dist.Store | None:
+    """The store of the run that started this process, or None when it was not `phalanx run` on one host."""
+    path = environ.get(RUN_STORE)
+    if not path:
+        return None
+    if not os.access(path, os.R_OK | os.W_OK):
+        raise ConfigError(
+            f"rank {environ.get('RANK', '?')}: the store of this run, {path}, cannot be opened. The launcher has ended, "
+            "or this process changed its user or its process namespace before it joined; join first."
+        )
+    store = dist.FileStore(path, _NOBODY_CLEANS_UP)
+    if timeout is not None:
+        store.set_timeout(timeout)
+    return store
+
+
+def answer_env_rendezvous(environ: Mapping[str, str]) -> None:
+    """From now on `env://` and `tcp://` lead to the run's store, where they mean the world that this run started.
+
+    That is at the run's own MASTER_ADDR:MASTER_PORT, and at any other port of loopback that all ranks of the run meet at,
+    as in scripts that set the two variables themselves. Everything else is left to torch.
+    """
+    if not environ.get(RUN_STORE):
+        return
+    # The registry is private: the public `register_rendezvous_handler` refuses to replace the two that torch
+    # brings, and a script that asks for "env://" cannot be asked to ask for something else.
+    # Imported by name, since `torch.distributed.rendezvous` is also the name of a function.
+    handlers: dict[str, Any] = importlib.import_module("torch.distributed.rendezvous")._rendezvous_handlers
+    ours = _Point(environ.get("MASTER_ADDR"), environ.get("MASTER_PORT"), int(environ.get("WORLD_SIZE", 0)))
+    for scheme in ("env", "tcp"):
+        handlers[scheme] = _answer(ours, handlers[scheme])
+
+
+class _Point(NamedTuple):
+    """Where a world of some size meets."""
+
+    host: str | None
+    port: str | None
+    world: int
+
+    def is_within(self, run: _Point) -> bool:
+        at_home = self.host == "localhost" or (self.host or "").startswith("127.") or self.host == "::1"
+        return self[:2] == run[:2] or (at_home and self.world == run.world)
+
+
+def _answer(run: _Point, torchs: Callable[..., Any]) -> Callable[..., Iterator[tuple[dist.Store, int, int]]]:
+    def handler(url: str, timeout: timedelta | None = None, **options: Any) -> Iterator[tuple[dist.Store, int, int]]:
+        asked = urlparse(url)
+        query = parse_qs(asked.query)
+        rank = query["rank"][0] if "rank" in query else os.environ.get("RANK")
+        world = query["world_size"][0] if "world_size" in query else os.environ.get("WORLD_SIZE")
+        host = asked.hostname if asked.scheme == "tcp" else os.environ.get("MASTER_ADDR")
+        port = str(asked.port) if asked.scheme == "tcp" else os.environ.get("MASTER_PORT")
+        point = _Point(host, port, int(world or 0))
+        store = run_store(os.environ, timeout) if rank and world and point.is_within(run) else None
+        if rank is None or store is None:
+            yield from torchs(url, **options, **({} if timeout is None else {"timeout": timeout}))
+            return
+        # Groups that follow each other at one place, as after `destroy_process_group`, must not read each other's
+        # keys. Every rank of a world joins it equally often, so that each knows the number without asking.
+        _joined[point] += 1
+        yield dist.PrefixStore(f"{host}:{port}/{world}/{_joined[point]}", store), int(rank), point.world
+        raise RuntimeError(f"{url}: a process can meet the others once per start")
+
+    return handler
+
+
+_joined: Counter[_Point] = Counter()

@@ -1,0 +1,275 @@
+"""Several hosts: who does not know the secret is not listened to, and who does sends values, never code."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import json
+import pickle
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from phalanx.errors import CommunicationError, ConfigError
+from phalanx.launch.hosts.channel import Channel, ChannelError, NotAdmittedError, admit, enter
+from phalanx.launch.hosts.company import HostsEnded, HostsStore
+from phalanx.launch.hosts.filter import packet_filter
+from phalanx.launch.hosts.head import Head
+from phalanx.launch.hosts.meeting import Invitation, check_endpoint, meet
+from phalanx.launch.hosts.member import Member
+from phalanx.launch.hosts.rounds import Host, Rounds
+from phalanx.launch.hosts.secret import read_secret
+from tests.security.intruder import ROOT, SECRET
+
+pytestmark = pytest.mark.timeout(120)
+KEY = (SECRET.encode(), "run")
+
+
+def pair(ours: tuple[bytes, str], theirs: tuple[bytes, str]) -> tuple[Channel, Channel]:
+    listener = socket.create_server(("127.0.0.1", 0))
+    one = socket.create_connection(listener.getsockname())
+    two, _ = listener.accept()
+    listener.close()
+    with ThreadPoolExecutor(2) as pool:
+        head, member = pool.submit(admit, one, *ours, 5.0), pool.submit(enter, two, *theirs, 5.0)
+        try:
+            return head.result(), member.result()
+        except NotAdmittedError:
+            one.close(), two.close()
+            raise
+
+
+def test_who_knows_the_secret_is_heard_both_ways() -> None:
+    head, member = pair(KEY, KEY)
+    member.send({"a": [1, "ü"]}, 1.0)
+    assert head.receive(1.0) == {"a": [1, "ü"]}
+    head.send({}, 1.0)
+    assert member.receive(1.0) == {}
+    head.close(), member.close(), member.close()
+
+
+@pytest.mark.parametrize("theirs", [(b"another secret, of this length", "run"), (SECRET.encode(), "another run")])
+def test_another_secret_or_another_run_is_not_admitted(theirs: tuple[bytes, str]) -> None:
+    with pytest.raises(NotAdmittedError):
+        pair(KEY, theirs)
+
+
+def test_a_head_that_does_not_know_the_secret_is_not_believed() -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def impostor() -> None:
+        connection, _ = listener.accept()
+        connection.sendall(b"phalanx hosts 1\n" + bytes(32))
+        connection.recv(64)
+        connection.sendall(bytes(32))
+        connection.close()
+
+    thread = threading.Thread(target=impostor)
+    thread.start()
+    with socket.create_connection(listener.getsockname()) as connection:
+        with pytest.raises(NotAdmittedError, match="does not know the secret"):
+            enter(connection, *KEY, 5.0)
+    thread.join()
+    listener.close()
+
+
+def raw(channel: Channel) -> socket.socket:
+    return channel._connection
+
+
+@pytest.mark.parametrize("tamper", ["flip", "repeat", "forge", "huge"])
+def test_a_frame_that_was_changed_repeated_or_forged_ends_the_connection(tamper: str) -> None:
+    head, member = pair(KEY, KEY)
+    member.send({"op": "beat"}, 1.0)
+    wire = raw(head).recv(1 << 16)
+    relay, far = socket.socketpair()
+    head._connection = far
+    if tamper == "flip":
+        relay.sendall(wire[:-1] + bytes([wire[-1] ^ 1]))
+    elif tamper == "repeat":
+        relay.sendall(wire + wire)
+        assert head.receive(1.0) == {"op": "beat"}
+    elif tamper == "forge":
+        payload = json.dumps({"op": "leave", "words": "x"}).encode()
+        relay.sendall(struct.pack(">I", len(payload)) + bytes(32) + payload)
+    else:
+        relay.sendall(struct.pack(">I", 1 << 31) + bytes(64))
+    with pytest.raises(ChannelError, match=r"signature|announces"):
+        head.receive(1.0)
+    for end in (relay, far, raw(member)):
+        end.close()
+
+
+@pytest.fixture
+def head() -> Iterator[tuple[Head, list[str]]]:
+    said: list[str] = []
+    listener = socket.create_server(("127.0.0.1", 0))
+    made = Head(listener, Host(0, "first", 1), Rounds(2, 2), KEY, lambda peers: ("127.0.0.1", 1), said.append)
+    yield made, said
+    made.leave("the test is over")
+
+
+def at(head: Head) -> tuple[str, int]:
+    host, _, port = head._where.rpartition(":")
+    return host, int(port)
+
+
+class Bomb:
+    """What the launcher must never run."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (Path.touch, (self.mark,))
+
+
+GREETINGS = {
+    "silence": lambda mark: b"",
+    "web": lambda mark: b"GET / HTTP/1.0\r\n\r\n",
+    "zeros": lambda mark: bytes(64),
+    "pickle": lambda mark: pickle.dumps(Bomb(mark)) * 4,
+    "flood": lambda mark: b"\xff" * (1 << 20),
+}
+
+
+@pytest.mark.parametrize("kind", GREETINGS)
+def test_strangers_get_a_nonce_and_nothing_else(head: tuple[Head, list[str]], kind: str, tmp_path: Path) -> None:
+    greeting = GREETINGS[kind](tmp_path / "mark")
+    with socket.create_connection(at(head[0])) as stranger:
+        stranger.settimeout(10)
+        assert stranger.recv(48, socket.MSG_WAITALL).startswith(b"phalanx hosts 1\n")
+        with contextlib.suppress(OSError):  # it may have hung up by the end of a long one
+            stranger.sendall(greeting)
+            stranger.shutdown(socket.SHUT_WR)
+        with contextlib.suppress(ConnectionResetError):
+            assert stranger.recv(4096) == b""
+    assert not (tmp_path / "mark").exists()
+    if len(greeting) >= 64:
+        deadline = time.monotonic() + 5
+        while not head[1] and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert head[1] == ["127.0.0.1 was not let in: it has another secret or --run-id"]
+
+
+def test_many_silent_strangers_do_not_keep_a_host_out(head: tuple[Head, list[str]]) -> None:
+    strangers = [socket.create_connection(at(head[0])) for _ in range(40)]
+    deadline = time.monotonic() + 20
+    member = None
+    while member is None and time.monotonic() < deadline:
+        try:
+            connection = socket.create_connection(at(head[0]))
+            member = Member(enter(connection, *KEY, 1.0), Host(-1, "second", 1), (2, 2), "here", lambda line: None)
+        except ChannelError:
+            connection.close()
+            time.sleep(0.2)
+    assert member is not None
+    member.leave("")
+    for stranger in strangers:
+        stranger.close()
+
+
+def join(head: Head, name: str, limits: tuple[int, int] = (2, 2)) -> Member:
+    connection = socket.create_connection(at(head))
+    return Member(enter(connection, *KEY, 5.0), Host(-1, name, 1), limits, "here", lambda line: None)
+
+
+def test_two_hosts_meet_and_share_values(head: tuple[Head, list[str]]) -> None:
+    member = join(head[0], "second")
+    with ThreadPoolExecutor(1) as pool:
+        there = pool.submit(member.join, 10.0)
+        here = head[0].join(10.0)
+        assert (here.rank, here.hosts, there.result().rank, there.result().hosts) == (0, 2, 1, 2)
+    stores = HostsStore(head[0], "1/"), HostsStore(member, "1/")
+    stores[0].set("a", b"\xff\x00x")
+    assert stores[1].get("a") == b"\xff\x00x" and stores[1].add("n", 2) == 2 and stores[0].add("n", 1) == 3
+    assert stores[0].multi_get(["a", "n"]) == [b"\xff\x00x", b"3"] and not stores[1].check(["b"])
+    member.leave("rank 1 failed first (exit code 1): ValueError: seven")
+    assert "second at 127.0.0.1 ended: rank 1 failed first (exit code 1): ValueError: seven" == head[0].verdict(5.0)
+    with pytest.raises(HostsEnded, match="ValueError: seven"):
+        head[0].news()
+
+
+def test_a_host_started_otherwise_is_refused_in_words(head: tuple[Head, list[str]]) -> None:
+    with pytest.raises(CommunicationError, match="refused second: it was started with --nnodes 1:4, first with 2"):
+        join(head[0], "second", (1, 4))
+
+
+def test_a_host_that_falls_silent_is_lost(head: tuple[Head, list[str]]) -> None:
+    member = join(head[0], "second")
+    with ThreadPoolExecutor(1) as pool:
+        there = pool.submit(member.join, 10.0)
+        head[0].join(10.0)
+        there.result()
+    member._requests.put(None)  # its thread ends without a goodbye, and the connection stays open
+    started = time.monotonic()
+    assert "second at 127.0.0.1 was lost (no answer in time)" in head[0].verdict(10.0)
+    assert time.monotonic() - started < 7
+    member._channel.close()
+
+
+@pytest.mark.parametrize("endpoint", ["0.0.0.0:29500", "[::]:29500", "*:29500", "any:1"])
+def test_every_interface_at_once_is_refused(endpoint: str) -> None:
+    with pytest.raises(ConfigError, match="means every interface"):
+        check_endpoint(endpoint)
+
+
+def test_an_endpoint_that_is_not_here_is_said_to_the_first_host() -> None:
+    invitation = Invitation("192.0.2.1:29500", 2, 2, False, "run", KEY[0])
+    with pytest.raises(ConfigError, match=r"cannot listen at --endpoint 192.0.2.1:29500"):
+        meet(invitation, 1, 0, lambda line: None, 1.0)
+
+
+def test_nobody_at_the_endpoint_is_said_after_a_while_and_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("phalanx.launch.waiting.FIRST_S", 0.0)
+    said: list[str] = []
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        invitation = Invitation(f"127.0.0.1:{free.getsockname()[1]}", 2, 2, False, "run", KEY[0])
+        with pytest.raises(CommunicationError, match="no host answered"):
+            meet(invitation, 1, 1, said.append, 0.6)
+    assert len(said) == 1 and "waits for the first host to answer at 127.0.0.1" in said[0] and "refused" in said[0]
+
+
+def test_secrets_are_private_files_and_not_short(tmp_path: Path) -> None:
+    file = tmp_path / "secret"
+    file.write_text(SECRET + "\n")
+    file.chmod(0o644)
+    with pytest.raises(ConfigError, match=r"can be read by others \(mode 0644\)"):
+        read_secret(str(file), {})
+    file.chmod(0o600)
+    assert read_secret(str(file), {"PHALANX_SECRET": "not this one, not this one"}) == SECRET.encode()
+    assert read_secret(None, {"PHALANX_SECRET": SECRET}) == SECRET.encode() and read_secret(None, {}) is None
+    (tmp_path / "link").symlink_to(file)
+    assert read_secret(str(tmp_path / "link"), {}) == SECRET.encode(), "as Kubernetes mounts them"
+    for path, words in ((tmp_path / "none", "No such file"), (tmp_path, "not a plain file")):
+        with pytest.raises(ConfigError, match=words):
+            read_secret(str(path), {})
+    with pytest.raises(ConfigError, match="has 5 bytes, at least 16"):
+        read_secret(None, {"PHALANX_SECRET": "short"})
+
+
+def test_no_pickle_anywhere_in_the_launcher() -> None:
+    forbidden = {"pickle", "cPickle", "dill", "marshal", "shelve", "cloudpickle"}
+    files = [*(ROOT / "phalanx" / "launch").rglob("*.py"), ROOT / "phalanx" / "cli" / "run.py"]
+    assert len(files) > 10
+    for path in files:
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            assert not forbidden & {name.partition(".")[0] for name in names}, path
+            torchs = {"dynamic_rendezvous", "c10d_rendezvous_backend", "registry"}
+            assert not torchs & {name.split(".")[-1] for name in names}, path
+
+
+def test_the_filter_lets_pass_the_named_addresses_alone() -> None:
+    program = packet_filter({"10.0.0.2", "10.0.0.1", "::1"}, ipv6=False)
+    assert len(program) == 2 * 3 + 1 and program[-1] == (6, 0, 0, 0)
+    assert [one[3] for one in program if one[0] == 0x15] == [0x0A000001, 0x0A000002]
+    assert len(packet_filter({"::1", "10.0.0.1"}, ipv6=True)) == 9 + 1

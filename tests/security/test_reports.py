@@ -1,0 +1,90 @@
+"""A run folder made by an enemy: `phalanx report` shows what it says and does nothing that it asks for."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phalanx.compile.stitch import CUTS
+from phalanx.observe import perfetto, report, trace
+from phalanx.observe.run import load
+from tests.observe.synthetic import MS, plan, training_events, write_trace
+
+pytestmark = pytest.mark.timeout(120)
+
+ATTACKS = [
+    "</script><script>window.taken=1</script>",
+    "<img src=x onerror=window.taken=1>",
+    "\"><svg onload='window.taken=1'>",
+    "' onmouseover='window.taken=1",
+    "{{ 7 * 7 }}{% include '/etc/passwd' %}",
+    "<!--<script>",
+]
+
+
+class Elements(HTMLParser):
+    """What a browser would make of a page: how many of each element, and every attribute that runs something."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+        self.active: list[tuple[str, str, str | None]] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.counts[tag] += 1
+        for name, value in attrs:
+            if name.startswith("on") or (value or "").strip().lower().startswith("javascript:"):
+                self.active.append((tag, name, value))
+
+
+def make_run(folder: Path, text: str) -> Path:
+    """A run in which every text that its maker can choose is `text`."""
+    events: list[list[Any]] = training_events(0, 3)
+    events += [
+        ["span", text, 1 * MS, 2 * MS, 1, {"bucket": text, "note": text}],
+        ["instant", trace.WARNING, 1 * MS, 1, {"text": text}],
+        ["instant", trace.FAILURE, 1 * MS, 1, {"text": text, "traceback": text}],
+        ["scalar", text, 1 * MS, 0, 1.0],
+        ["scalar", text, 2 * MS, 1, 2.0],
+        ["fact", "plan", 1 * MS, json.loads(json.dumps(plan().to_json()).replace("head.weight", "NAME"))],
+        ["fact", trace.MEMORY, 1 * MS, {text: 5, "state": 7}],
+        ["fact", text, 1 * MS, text],
+    ]
+    piece = {"graph": text, "piece": 0, "buckets": [0], "params": [text], "num_operators": text, "num_bytes": 1}
+    piece |= {"error": text, "reason": text}
+    events.append(["fact", CUTS, 1 * MS, {"plan": text, "num_buckets": text, "pieces": [piece, piece]}])
+    write_trace(folder, 0, 1, json.loads(json.dumps(events).replace("NAME", json.dumps(text)[1:-1])), host=text, boot=text)
+    end = dict.fromkeys(("rank", "how", "message", "traceback", "hint", "doing"), text)
+    facts: dict[str, Any] = dict.fromkeys(("title", "shown", "state", "nproc", "started"), text)
+    facts |= {"command": [text], "failure": {**end, "others": [end]}}
+    (folder / "run.json").write_text(json.dumps(facts))
+    return folder
+
+
+@pytest.mark.parametrize("text", ATTACKS)
+def test_what_a_trace_says_is_shown_and_never_part_of_the_page(tmp_path: Path, text: str) -> None:
+    harmless = Elements(report.render(load(make_run(tmp_path / "harmless", "no <harm> done"))))
+    page = report.render(load(make_run(tmp_path / "enemy", text)))
+    found = Elements(page)
+    assert found.counts == harmless.counts and found.active == harmless.active
+    assert "root:x:0" not in page
+
+
+def test_a_page_is_not_written_through_a_link_that_came_with_the_run(tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.write_text("keep me")
+    folder = make_run(tmp_path / "run", "harmless")
+    (folder / "report.html").symlink_to(precious)
+    written = report.write(load(folder), folder / "report.html")
+    assert precious.read_text() == "keep me" and not written.is_symlink() and "harmless" in written.read_text()
+
+
+def test_an_exported_trace_is_plain_json(tmp_path: Path) -> None:
+    out = perfetto.export(load(make_run(tmp_path / "enemy", ATTACKS[0])), tmp_path / "trace.json")
+    assert json.loads(Path(out).read_text())
