@@ -68,7 +68,7 @@ _OPEN = _transition({ABSENT: ABSENT, HELD: HELD} | dict.fromkeys(GIVEN, ABSENT))
 _PACK_LOCAL = _transition({LOCAL: TAKEN, TAKEN: TAKEN})
 _LAUNCH = _transition({TAKEN: IN_FLIGHT})
 _REDUCE = _transition({IN_FLIGHT: REDUCED, LATE: LATE})
-_SCATTER = _transition({REDUCED: SCATTERED})
+_SCATTER = _transition({REDUCED: SCATTERED, LATE: LATE})
 _JOIN_LATE = _transition({REDUCED: REDUCED, LATE: REDUCED, SCATTERED: REDUCED})
 _ABANDON = _transition(dict.fromkeys(SlotState, ABSENT))
 
