@@ -244,15 +244,18 @@ class DenseBucket(Bucket):
         slot.pack(self.states, place)
 
     def take(self, scale: float) -> list[int] | None:
-        rest = [place for place, state in enumerate(self.states) if state != TAKEN]
-        if self.states.count(LOCAL) == len(rest) and self._take_together(rest, scale):
+        num_local = self.states.count(LOCAL)
+        rest: Sequence[int] = range(len(self.slots))
+        if num_local != len(rest):
+            rest = [place for place in rest if self.states[place] != TAKEN]
+        if num_local == len(rest) and self._take_together(rest, scale):
             return None
         used = [int(state in (HELD, LOCAL, LATE, TAKEN)) for state in self.states]
         for place in rest:
             used[place] &= self._take_any(place, scale)
         return None if all(used) else used
 
-    def _take_together(self, rest: list[int], scale: float) -> bool:
+    def _take_together(self, rest: Sequence[int], scale: float) -> bool:
         """The usual case, by one operation over all gradients; false if one is missing or sparse after all."""
         params, views = self.params, self.views
         # Autograd may call a gradient ready that is undefined, which is looked for only once something goes wrong.
@@ -367,11 +370,10 @@ class DenseBucket(Bucket):
             for place in places:
                 self._show(place)
         else:
-            owned = [place for place in places if self._owners[place] is not None]
-            self._copy_to_owners(owned)
-            for place in places:
-                if self._owners[place] is None:
-                    self._give_new(place)
+            owners = self._owners
+            self._copy_to_owners([place for place in places if owners[place] is not None])
+            for place in [place for place in places if owners[place] is None]:
+                self._give_new(place)
         self._owners = [None] * len(self.slots)
         self._kept.clear()
 
@@ -387,15 +389,22 @@ class DenseBucket(Bucket):
         """One operation for all of them, then each is `.grad` again."""
         if not places:
             return
-        owners, views, params, states = self._owners, self.views, self.params, self.states
+        owners, views, params = self._owners, self.views, self.params
         torch._foreach_copy_([cast("torch.Tensor", owners[p]) for p in places], [views[p] for p in places])
+        misfits = set()
         for place in places:
             try:
                 params[place].grad = owners[place]
-                slot.give(states, place, COPIED)
             except RuntimeError:
                 # The gradient was in low precision while the parameter was; the parameter is not any more.
-                self._give_new(place)
+                misfits.add(place)
+                owners[place] = None
+        if len(places) == len(self.slots) and not misfits:
+            slot.give_copies(self.states)
+        else:
+            for place in places:
+                if place not in misfits:
+                    slot.give(self.states, place, COPIED)
 
     def mark_scattered(self) -> None:
         """The mean is kept elsewhere, each rank's slice on that rank. `.grad` stays None: more may come late."""

@@ -39,8 +39,9 @@ class Pass:
         # By bucket, which parameters any rank used; all where it is missing.
         self.wanted: dict[int, Sequence[int]] = {}
         self.unused_here: list[int] = []
-        # Whether a backward inside this backward is known or announced: on this rank, and on any rank, by their tails.
-        self._nests, self._nests_somewhere = may_nest and not joined, False
+        # Whether a backward inside this backward is known, or announced to a strategy that has to know: on this rank,
+        # and on any rank, by their tails.
+        self._nests, self._nests_somewhere = may_nest and not joined and self.strategy.gives_for_good, False
         for bucket in self.buckets:
             bucket.open()
         for listener in reducer.listeners:

@@ -68,6 +68,7 @@ _OPEN = _transition({ABSENT: ABSENT, HELD: HELD} | dict.fromkeys(GIVEN, ABSENT))
 _PACK_LOCAL = _transition({LOCAL: TAKEN, TAKEN: TAKEN})
 _LAUNCH = _transition({TAKEN: IN_FLIGHT})
 _REDUCE = _transition({IN_FLIGHT: REDUCED, LATE: LATE})
+_GIVE_COPIES = _transition({REDUCED: COPIED})
 _SCATTER = _transition({REDUCED: SCATTERED, LATE: LATE})
 _JOIN_LATE = _transition({REDUCED: REDUCED, LATE: REDUCED, SCATTERED: REDUCED})
 _ABANDON = _transition(dict.fromkeys(SlotState, ABSENT))
@@ -113,6 +114,11 @@ def give(states: bytearray, place: int, how: SlotState) -> None:
     """The mean is the gradient now, in one of four ways; or what was there before is, where no rank used it."""
     assert states[place] == REDUCED and how in GIVEN, f"slot {place} is given while {SlotState(states[place]).name}"
     states[place] = how
+
+
+def give_copies(states: bytearray) -> None:
+    """As `give`, for a bucket all of whose means have been copied to the owners of the gradients."""
+    _move(states, _GIVE_COPIES, "copying all")
 
 
 def scatter(states: bytearray) -> None:
