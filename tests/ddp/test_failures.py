@@ -15,6 +15,8 @@ from phalanx.errors import CollectiveTimeout, PeerFailure
 from tests.cluster import spawn_ranks
 from tests.ddp.zoo import batch, make
 
+STALL_LIMIT_S = 2
+
 
 def _step(wrapped: nn.Module, step: int, rank: int) -> None:
     x, y = batch(step, rank)
@@ -37,7 +39,8 @@ def survive(rank: int, world: int, how: str) -> tuple[str, str, tuple[int, ...],
             wrapped.module.register_forward_pre_hook(_explode)
             _step(wrapped, 3, rank)
         elif how == "stalled":
-            time.sleep(60)
+            time.sleep(4 * STALL_LIMIT_S)
+            os._exit(7)  # nobody is left to step with
     try:
         _step(wrapped, 3, rank)
         _step(wrapped, 4, rank)
@@ -65,10 +68,12 @@ def test_survivors_name_a_lost_rank_within_five_seconds(how: str) -> None:
 
 
 def test_a_silent_rank_is_named_at_the_time_limit() -> None:
-    outcomes = spawn_ranks(2, survive, "stalled", timeout_s=14, pg_timeout_s=4)
+    outcomes = spawn_ranks(2, survive, "stalled", timeout_s=30, pg_timeout_s=STALL_LIMIT_S)
+    assert outcomes[1].exitcode == 7, "the fault fired"
     kind, message, ranks, seconds = outcomes[0].value
     assert kind == CollectiveTimeout.__name__, message
-    assert ranks == (1,) and "time limit of 4 s" in message and 4 <= seconds < 12
+    limit = f"time limit of {STALL_LIMIT_S} s"
+    assert ranks == (1,) and limit in message and STALL_LIMIT_S <= seconds < 3 * STALL_LIMIT_S
 
 
 def first_rank_dies(rank: int, world: int) -> tuple[str, tuple[int, ...], float]:
