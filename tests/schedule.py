@@ -20,11 +20,42 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.cluster.exchange import PATIENCE
+
 if TYPE_CHECKING:
     from xdist.scheduler import LoadScopeScheduling
 
 # Files that take ten seconds and more, longest first. One that is missing here costs time, never correctness.
-HEAVIEST: tuple[str, ...] = ()
+HEAVIEST: tuple[str, ...] = (
+    "zero/test_bit_equal.py",
+    "comm/test_contract.py",
+    "torch_suite/test_distributed.py",
+    "compile/test_overlap.py",
+    "compile/test_shapes.py",
+    "cli/test_commands.py",
+    "launch/test_agent.py",
+    "compile/test_inductor.py",
+    "launch/test_ending.py",
+    "remote/test_training.py",
+    "comm/test_faults.py",
+    "test_cluster.py",
+    "torch_suite/test_under_dist_autograd.py",
+    "zero/test_usage.py",
+    "comm/shm/test_launchers.py",
+    "compile/test_together.py",
+    "compile/test_ways.py",
+    "zero/test_sharded_state.py",
+    "examples/test_examples.py",
+    "zero/test_clipping.py",
+    "zero/test_overlap.py",
+    "comm/hierarchical/test_namespaces.py",
+    "compile/test_models.py",
+    "torch_suite/test_zero.py",
+    "comm/test_hooks_average.py",
+    "ddp/test_like_torch_checkpointing.py",
+    "cli/test_demo.py",
+    "ddp/test_failures.py",
+)
 
 # The unit of work that all quiet tests form; no file has this name.
 _QUIET = "quiet"
@@ -54,6 +85,15 @@ def sort(items: list[pytest.Item]) -> None:
         return _is_quiet(item), places.get(_file_of(item.nodeid), len(places))
 
     items.sort(key=place)
+
+
+def extend_time_limits(items: Sequence[pytest.Item]) -> None:
+    """In a worker: multiply the limits that are there to end a test that hangs, since the machine is shared."""
+    for item in items:
+        marker = item.get_closest_marker("timeout")
+        limit_s = marker.args[0] if marker else item.config.getoption("timeout") or item.config.getini("timeout")
+        if limit_s:
+            item.add_marker(pytest.mark.timeout(PATIENCE * float(limit_s)), append=False)
 
 
 def leave_quiet_names(config: pytest.Config, items: Sequence[pytest.Item]) -> None:

@@ -66,7 +66,7 @@ def test_the_first_failure_is_told_with_what_the_others_were_doing(tmp_path: Pat
         time.sleep(60)
     def train():
         if worker.rank == 1:
-            time.sleep(0.3)
+            time.sleep(1.0)
             raise ValueError("label 7 is out of range")
         load_batch()
     train()
