@@ -18,6 +18,7 @@ import torch
 # What torch's own classes import on first use: some of these modules keep the default group that lives
 # at that moment, and its threads, for good, which would look like a leak of the code under test.
 import torch._dynamo
+import torch._inductor.compile_fx  # half of what a worker's first compilation would take
 import torch.distributed.algorithms.ddp_comm_hooks
 import torch.distributed.nn
 import torch.distributed.optim
