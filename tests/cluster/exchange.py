@@ -81,7 +81,7 @@ class Exchange:
 
     def conduct(self, request: CallRequest) -> None:
         """Run the request to its end; no rank is RUNNING afterwards."""
-        with _reserved_port() as master_port:
+        with reserved_port() as master_port:
             for progress in self.ranks:
                 progress.process.send(self._call(request, progress.rank, master_port))
             self._collect_while(RankState.RUNNING)
@@ -156,8 +156,8 @@ class Exchange:
 
 
 @contextlib.contextmanager
-def _reserved_port() -> Iterator[int]:
-    """A free port for MASTER_PORT, kept free for the time of the block: bound, never listening.
+def reserved_port() -> Iterator[int]:
+    """A free port, kept free for the time of the block: bound, never listening.
 
     With SO_REUSEADDR on both sides a store can still bind and listen there, while the kernel gives
     the port to nobody who asks for just any.

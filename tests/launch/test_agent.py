@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import sys
 import textwrap
@@ -14,6 +13,7 @@ import pytest
 from phalanx.errors import ConfigError
 from phalanx.launch.agent import LaunchSettings, Outcome, launch
 from phalanx.launch.rundir import RunDirectory
+from tests.cluster import reserved_port
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -116,17 +116,17 @@ def test_tracing_holds_warnings_and_the_failure(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("numbered", [True, False])
 def test_two_hosts_meet_at_an_endpoint(tmp_path: Path, numbered: bool) -> None:
-    path = script(tmp_path, "worker = init('gloo'); print('rank', worker.rank, 'of', worker.world)")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
+    # A rank that ended at once would close its connections to one that is still making them.
+    body = "worker = init('gloo'); print('rank', worker.rank, 'of', worker.world); dist.barrier()"
+    path = script(tmp_path, body)
     hosts = []
-    for number in range(2):
-        command = [sys.executable, "-m", "phalanx.cli.main", "run", "--nproc", "1", "--nnodes", "2"]
-        command += ["--endpoint", endpoint, "--run-dir", str(tmp_path / f"host{number}")]
-        command += ["--node-rank", str(number)] if numbered else []
-        hosts.append(subprocess.Popen([*command, str(path)], stdout=subprocess.PIPE, text=True))
-    said = sorted(host.communicate(timeout=50)[0].strip().split("│ ")[-1] for host in hosts)
+    with reserved_port() as port:
+        for number in range(2):
+            command = [sys.executable, "-m", "phalanx.cli.main", "run", "--nproc", "1", "--nnodes", "2"]
+            command += ["--endpoint", f"127.0.0.1:{port}", "--run-dir", str(tmp_path / f"host{number}")]
+            command += ["--node-rank", str(number)] if numbered else []
+            hosts.append(subprocess.Popen([*command, str(path)], stdout=subprocess.PIPE, text=True))
+        said = sorted(host.communicate(timeout=50)[0].strip().split("│ ")[-1] for host in hosts)
     assert said == ["rank 0 of 2", "rank 1 of 2"] and [host.returncode for host in hosts] == [0, 0]
 
 

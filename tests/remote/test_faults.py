@@ -8,6 +8,7 @@ import threading
 import time
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed.autograd as dist_autograd
 import torch.distributed.rpc as rpc
@@ -86,6 +87,14 @@ def pid_here() -> int:
     return os.getpid()
 
 
+def stop(pid: int) -> None:
+    """Stop a process, all of it: one thread takes the signal when it is scheduled, and the others run on until then."""
+    os.kill(pid, signal.SIGSTOP)
+    threads = [psutil.Process(thread.id) for thread in psutil.Process(pid).threads()]
+    while any(thread.status() != psutil.STATUS_STOPPED for thread in threads):
+        time.sleep(0.001)
+
+
 def stall_an_owner() -> tuple[remote.StepFailed, float, dict[str, Any], list[bool]]:
     layers = layers_on(OWNERS, [(4, 4)] * 3)
     optimizer = remote.DistributedOptimizer(optim.SGD, weights_of(layers), lr=0.1)
@@ -94,7 +103,7 @@ def stall_an_owner() -> tuple[remote.StepFailed, float, dict[str, Any], list[boo
         optimizer.step(context_id)
         before = values_of(layers)
         pid = rpc.rpc_sync("worker2", pid_here)
-        os.kill(pid, signal.SIGSTOP)
+        stop(pid)
         begun = time.monotonic()
         try:
             optimizer.step(context_id, timeout_s=1)
