@@ -8,6 +8,7 @@ import ctypes
 import gc
 import os
 import traceback
+import weakref
 
 import hypothesis  # noqa: F401  (test modules import these; once here is cheaper than once a worker)
 import numpy  # noqa: F401
@@ -25,6 +26,11 @@ import torch.distributed.optim
 import torch.distributed.rpc
 import torch.nn.parallel
 import torch.testing
+
+# Fresh ranks run exit functions, as a user's script does. Torch's would take back each operator that it registered from
+# Python: most of the life of a short process, and 35 MB of pages copied. What phalanx and the tests register stays.
+for _finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]  # nothing public lists them
+    _finalizer.atexit = False
 
 PHALANX_IMPORT_ERROR: str | None = None
 try:
