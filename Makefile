@@ -54,8 +54,10 @@ browser:
 	elif command -v apt-get >/dev/null && $(SUDO) apt-get install -y -q chromium chromium-driver; then echo "browser: installed"; \
 	else echo "browser: install chromium and its chromedriver to have the report tested in a real browser"; fi
 
+# More workers than cores: most tests wait for processes to start or for a time limit to pass.
+TEST_WORKERS ?= 4
 test: $(STAMP)
-	$(BIN)/python -m pytest tests
+	$(BIN)/python -m pytest tests -n $(TEST_WORKERS)
 
 fuzz: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz --seconds $(or $(SECONDS),600) --seed $(or $(SEED),0)

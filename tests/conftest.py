@@ -1,26 +1,65 @@
-"""Around every test: nothing may stay behind in the pytest process, and chance is fixed."""
+"""Around every test: nothing may stay behind in the pytest process, and chance is fixed.
+
+On several workers (`pytest -n 4`) each is a pytest process with a pool of ranks and an identity of its own:
+it looks for what its own processes left, and `tests/schedule.py` decides what it runs.
+"""
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import hypothesis
 import pytest
 
-from tests.cluster.leaks import Leak, Snapshot, find_leaks, take_snapshot
+from tests import schedule
+from tests.cluster.leaks import RUN_VARIABLE, Leak, Snapshot, find_leaks, take_snapshot
 from tests.cluster.pool import stop_pool
 
+# Until all is collected: test modules import hundreds of thousands of objects that stay, and looking through
+# them for garbage again and again takes a quarter of that time.
+gc.disable()
 # Before anything imports torch: the machine is shared with the workers.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # For the programs that tests start: torch's store asks a name server about every peer, even on
 # loopback, and a lost answer would cost 5 s (the workers of the cluster do not ask at all).
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+# Inherited by all that the tests start, whoever their parent is in the end. Set here whatever it was: a
+# worker is started by another pytest process, and so is the pytest that a test runs.
+os.environ[RUN_VARIABLE] = str(os.getpid())
 
 hypothesis.settings.register_profile("phalanx", deadline=None, derandomize=True, database=None)
 hypothesis.settings.load_profile("phalanx")
 
 _BEFORE = pytest.StashKey[Snapshot]()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    return schedule.make_scheduler(config, log)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    schedule.instruct(node)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if schedule.is_worker(config):
+        schedule.sort(items)
+        schedule.extend_time_limits(items)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_finish(session: pytest.Session) -> None:
+    gc.enable()
+    gc.collect()
+    # The look for leaks collects garbage too, several times if need be.
+    gc.freeze()
+    if schedule.is_worker(session.config):
+        schedule.leave_quiet_names(session.config, session.items)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from tests.cluster import ClusterFailure, run_ranks, spawn_ranks
+from tests.cluster.leaks import RUN_VARIABLE
 from tests.cluster.process import ROOT
 
 # Things that the functions below leak on purpose; a module's attribute keeps them alive.
@@ -213,6 +214,7 @@ def shm_name() -> Iterator[str]:
     Path(f"/dev/shm/{name}").unlink(missing_ok=True)
 
 
+@pytest.mark.quiet  # a file in /dev/shm that nobody holds would be found by the tests beside it
 def test_leaks_fail_the_call_and_the_next_one_gets_other_workers(shm_name: str) -> None:
     before = run_ranks(2, _see_what_is_left)
     kinds = ["threads", "native_threads", "children", "memfd", "shm"]
@@ -234,6 +236,7 @@ def test_an_allowed_leak_passes_and_costs_the_workers(kind: str) -> None:
     assert not set(before) & set(run_ranks(2, _see_what_is_left))
 
 
+@pytest.mark.quiet  # a file in /dev/shm that nobody holds would be found by the tests beside it
 def test_a_file_left_in_dev_shm_by_fresh_ranks_fails_the_call(shm_name: str) -> None:
     with pytest.raises(ClusterFailure, match=f"/dev/shm/{shm_name}"):
         spawn_ranks(2, _leak_on_rank_1, ["shm"], shm_name, backend=None)
@@ -244,8 +247,9 @@ def test_a_file_left_in_dev_shm_by_fresh_ranks_fails_the_call(shm_name: str) -> 
 def test_a_file_that_another_process_holds_is_not_ours(shm_name: str) -> None:
     path = Path(f"/dev/shm/{shm_name}")
     hold = f"held = open({str(path)!r}, 'w'); print(flush=True); input()"
+    environment = {**os.environ, RUN_VARIABLE: "of another run"}
     with subprocess.Popen(
-        [sys.executable, "-c", hold], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [sys.executable, "-c", hold], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
     ) as stranger:
         assert stranger.stdout is not None
         # The file appears during the call, as it would with a second test run on the machine.

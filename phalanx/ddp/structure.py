@@ -32,20 +32,33 @@ _PLAIN = (type(None), int, float, complex, str, bytes, torch.dtype, torch.device
 
 def _parts(value: Any) -> Iterator[Any]:
     """Every tensor reachable from `value` through containers, dataclasses and local RRefs; other objects as they are."""
-    value = _local_value(value)
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple, set)):
-        for item in value:
-            yield from _parts(item)
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _parts(item)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for each in dataclasses.fields(value):
-            yield from _parts(getattr(value, each.name))
-    else:
-        yield value
+    seen: set[int] = set()  # of containers, which may hold themselves
+    waiting = [value]
+    while waiting:
+        value = _local_value(waiting.pop())
+        if isinstance(value, (torch.Tensor, *_PLAIN)):
+            yield value
+        elif id(value) not in seen:
+            seen.add(id(value))
+            inside = _inside(value)
+            if inside is None:
+                yield value
+            else:
+                waiting += inside
+
+
+def _inside(value: Any) -> list[Any] | None:
+    """What a container or a dataclass holds; None for another object, or one that does not let us look."""
+    try:
+        if isinstance(value, (list, tuple, set)):
+            return list(value)
+        if isinstance(value, Mapping):
+            return list(value.values())
+        if dataclasses.is_dataclass(value):
+            return [getattr(value, each.name, None) for each in dataclasses.fields(value)]
+    except Exception:  # a user's own container may raise anything, which is no reason to fail a forward
+        return None
+    return None
 
 
 def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:

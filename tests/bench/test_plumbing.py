@@ -46,6 +46,7 @@ def test_a_ratio_is_taken_round_by_round() -> None:
     assert (found.median, found.low, found.high) == (0.5, 0.5, 0.5)
 
 
+@pytest.mark.quiet  # a thread looks every few milliseconds
 def test_peak_memory_sees_what_was_held_and_given_back() -> None:
     with Weighing() as weighing:
         tensor = torch.ones(16_000_000)

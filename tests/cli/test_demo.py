@@ -18,7 +18,7 @@ pytestmark = pytest.mark.timeout(120)
 
 def test_a_short_demo_learns_and_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        main(["demo", "--steps", "14", "--sample", "20", "--run-dir", str(tmp_path)])
+        main(["demo", "--steps", "6", "--sample", "20", "--run-dir", str(tmp_path)])
     said = capsys.readouterr().out
     assert ended.value.code == 0, said
     lines = {line.split("  ")[0]: line for line in said.splitlines()}

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tests.cluster.exchange import CallRequest, Exchange, RankProgress, RankState
+from tests.cluster.exchange import PATIENCE, CallRequest, Exchange, RankProgress, RankState
 from tests.cluster.failure import ClusterFailure
 from tests.cluster.leaks import shm_leaks, shm_names
 from tests.cluster.process import RankProcess
@@ -64,7 +64,7 @@ def spawn_ranks(
     return outcomes
 
 
-def _outcome(progress: RankProgress, exit_s: float = 10.0) -> RankOutcome:
+def _outcome(progress: RankProgress, exit_s: float = 10.0 * PATIENCE) -> RankOutcome:
     error_text = progress.error_text
     timed_out = progress.state is RankState.OVERRAN
     if progress.process.wait(exit_s) is None:

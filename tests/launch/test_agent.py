@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import textwrap
@@ -15,6 +14,7 @@ import pytest
 from phalanx.errors import ConfigError
 from phalanx.launch.agent import LaunchSettings, Outcome, launch
 from phalanx.launch.rundir import RunDirectory
+from tests.cluster import reserved_port
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -67,7 +67,7 @@ def test_the_first_failure_is_told_with_what_the_others_were_doing(tmp_path: Pat
         time.sleep(60)
     def train():
         if worker.rank == 1:
-            time.sleep(0.3)
+            time.sleep(1.0)
             raise ValueError("label 7 is out of range")
         load_batch()
     train()
@@ -132,18 +132,18 @@ def test_tracing_holds_warnings_and_the_failure(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("numbered", [True, False])
 def test_two_hosts_meet_at_an_endpoint(tmp_path: Path, numbered: bool) -> None:
-    path = script(tmp_path, "worker = init('gloo'); print('rank', worker.rank, 'of', worker.world)")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
+    # A rank that ended at once would close its connections to one that is still making them.
+    body = "worker = init('gloo'); print('rank', worker.rank, 'of', worker.world); dist.barrier()"
+    path = script(tmp_path, body)
     hosts = []
-    for number in range(2):
-        command = [sys.executable, "-m", "phalanx.cli.main", "run", "--nproc", "1", "--nnodes", "2"]
-        command += ["--endpoint", endpoint, "--run-dir", str(tmp_path / f"host{number}")]
-        command += ["--node-rank", str(number)] if numbered else []
-        environ = os.environ | {"PHALANX_SECRET": "a secret of the tests"}
-        hosts.append(subprocess.Popen([*command, str(path)], stdout=subprocess.PIPE, text=True, env=environ))
-    said = sorted(host.communicate(timeout=50)[0].strip().split("│ ")[-1] for host in hosts)
+    with reserved_port() as port:
+        for number in range(2):
+            command = [sys.executable, "-m", "phalanx.cli.main", "run", "--nproc", "1", "--nnodes", "2"]
+            command += ["--endpoint", f"127.0.0.1:{port}", "--run-dir", str(tmp_path / f"host{number}")]
+            command += ["--node-rank", str(number)] if numbered else []
+            environ = os.environ | {"PHALANX_SECRET": "a secret of the tests"}
+            hosts.append(subprocess.Popen([*command, str(path)], stdout=subprocess.PIPE, text=True, env=environ))
+        said = sorted(host.communicate(timeout=50)[0].strip().split("│ ")[-1] for host in hosts)
     assert said == ["rank 0 of 2", "rank 1 of 2"] and [host.returncode for host in hosts] == [0, 0]
 
 

@@ -81,14 +81,14 @@ def test_a_signal_ends_workers_and_their_children(tmp_path: Path, number: signal
     run = Forever(tmp_path, mood)
     seconds, errors = run.end(number)
     assert run.process.returncode == 128 + number
-    wait_until_gone(run.workers + run.children, 0.5)
+    wait_until_gone(run.workers + run.children, 5)
     assert f"ended by {number.name}" in errors and "Traceback" not in errors
-    assert seconds < 10
+    assert seconds < 20
 
 
 def test_workers_do_not_outlive_a_killed_launcher(tmp_path: Path) -> None:
     run = Forever(tmp_path)
     run.end(signal.SIGKILL)
-    wait_until_gone(run.workers, 2)
+    wait_until_gone(run.workers, 5)
     for child in run.children:
         os.kill(child, signal.SIGKILL)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ import pytest
 
 from phalanx.errors import ConfigError
 from phalanx.observe import trace
-from tests.cluster import run_ranks
+from tests.cluster import run_ranks, spawn_ranks
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -69,26 +68,27 @@ def test_events_of_many_threads_are_all_kept_in_each_threads_order(tmp_path: Pat
         assert starts == list(range(2000))
 
 
+def record_and_be_killed(rank: int, world: int, folder: str) -> None:
+    trace.start(folder, 0).instant("before")
+    time.sleep(3 * trace.FLUSH_INTERVAL_S)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def test_a_killed_process_leaves_what_it_recorded_before_the_last_moment(tmp_path: Path) -> None:
-    script = (
-        "import os, signal, sys, time\n"
-        "from phalanx.observe import trace\n"
-        "trace.start(sys.argv[1], 0).instant('before')\n"
-        "time.sleep(3 * trace.FLUSH_INTERVAL_S)\n"
-        "os.kill(os.getpid(), signal.SIGKILL)\n"
-    )
-    ended = subprocess.run([sys.executable, "-c", script, str(tmp_path)], timeout=25)
-    assert ended.returncode == -9
+    (ended,) = spawn_ranks(1, record_and_be_killed, str(tmp_path), backend=None)
+    assert ended.exitcode == -signal.SIGKILL
     assert len(named(tmp_path / "trace-rank00000.jsonl", "before")) == 1
 
 
+def record_and_end(rank: int, world: int, folder: str) -> None:
+    recorder = trace.start(folder, 0)
+    for index in range(500):
+        recorder.instant("tick", index=index)
+
+
 def test_a_process_that_ends_well_writes_everything(tmp_path: Path) -> None:
-    script = (
-        "import sys\nfrom phalanx.observe import trace\n"
-        "recorder = trace.start(sys.argv[1], 0)\n"
-        "for index in range(500): recorder.instant('tick', index=index)\n"
-    )
-    subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True, timeout=25)
+    (ended,) = spawn_ranks(1, record_and_end, str(tmp_path), backend=None)
+    assert ended.exitcode == 0, ended.error_text
     assert len(named(tmp_path / "trace-rank00000.jsonl", "tick")) == 500
 
 

@@ -8,6 +8,7 @@ import threading
 import time
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed.autograd as dist_autograd
 import torch.distributed.rpc as rpc
@@ -78,12 +79,20 @@ def test_an_owner_killed_in_the_middle_of_a_step_is_named_and_the_others_go_on()
     error, elapsed, applied = outcomes[0].value
     assert (error.applied, error.failed, error.unknown) == (("worker1", "worker3"), (), ("worker2",))
     assert "worker2: no answer; it died or cannot be reached" in str(error)
-    assert elapsed < 5.5
+    assert elapsed < 10, "long before the time limit of rpc"
     assert applied == {"worker1": True, "worker2": None, "worker3": True}
 
 
 def pid_here() -> int:
     return os.getpid()
+
+
+def stop(pid: int) -> None:
+    """Stop a process, all of it: one thread takes the signal when it is scheduled, and the others run on until then."""
+    os.kill(pid, signal.SIGSTOP)
+    threads = [psutil.Process(thread.id) for thread in psutil.Process(pid).threads()]
+    while any(thread.status() != psutil.STATUS_STOPPED for thread in threads):
+        time.sleep(0.001)
 
 
 def stall_an_owner() -> tuple[remote.StepFailed, float, dict[str, Any], list[bool]]:
@@ -94,7 +103,7 @@ def stall_an_owner() -> tuple[remote.StepFailed, float, dict[str, Any], list[boo
         optimizer.step(context_id)
         before = values_of(layers)
         pid = rpc.rpc_sync("worker2", pid_here)
-        os.kill(pid, signal.SIGSTOP)
+        stop(pid)
         begun = time.monotonic()
         try:
             optimizer.step(context_id, timeout_s=1)
@@ -114,7 +123,7 @@ def test_a_stalled_owner_is_named_in_time_and_never_applies_the_step_later() -> 
     error, elapsed, applied, changed = run_rpc(4, stall_an_owner)
     assert (error.applied, error.failed, error.unknown) == (("worker1", "worker3"), (), ("worker2",))
     assert "worker2: no answer within 1 s" in str(error)
-    assert 1 <= elapsed < 1.5
+    assert 1 <= elapsed < 5
     assert applied == {"worker1": True, "worker2": False, "worker3": True}
     assert changed == [True, False, True]
 
@@ -123,7 +132,7 @@ class Lingering(optim.SGD):
     """Holds the worker's updates up for a while."""
 
     def step(self, closure: Any = None) -> None:
-        time.sleep(1.0)
+        time.sleep(2.0)
         super().step()
 
 
@@ -135,7 +144,7 @@ def wait_for_another_update() -> remote.StepFailed:
         dist_autograd.backward(context_id, [through(layers, torch.ones(2, 4)).sum()])
         slow_step = threading.Thread(target=slow.step, args=(context_id,))
         slow_step.start()
-        time.sleep(0.2)
+        time.sleep(0.7)
         try:
             # The owner gives up a little before the caller does, and can still say so.
             quick.step(context_id, timeout_s=0.3)
@@ -159,7 +168,7 @@ class SlowToMake(optim.SGD):
     def __init__(self, params: Any) -> None:
         super().__init__(params, lr=0.1)
         if rpc.get_worker_info().name == "worker1":
-            time.sleep(1.0)
+            time.sleep(3.0)
 
 
 def give_up_making() -> tuple[str, list[int]]:
@@ -168,14 +177,15 @@ def give_up_making() -> tuple[str, list[int]]:
     params = weights_of(layers_on(["worker1", "worker2"], [(4, 4)] * 2))
     for param in params:
         param.confirmed_by_owner() or param.to_here()
-    rpc._set_rpc_timeout(0.3)
+    # Enough for the other worker, on a busy machine too.
+    rpc._set_rpc_timeout(1.0)
     try:
         remote.DistributedOptimizer(SlowToMake, params)
         raise AssertionError("it was made")
     except remote.WorkersFailed as error:
         text = str(error)
     rpc._set_rpc_timeout(60)
-    time.sleep(1.0)
+    time.sleep(2.5)
     return text, [rpc.rpc_sync(worker, num_owned) for worker in ("worker1", "worker2")]
 
 

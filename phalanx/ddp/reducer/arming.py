@@ -137,7 +137,8 @@ class Arming:
             if not forward.is_opaque:
                 forward.waits = False
         else:
-            waiting = [forward for forward in self._waiting if forward.waits]
+            # As torch, which disarms with the first backward; but for outputs into which we cannot look.
+            waiting = [each for each in self._waiting if each.waits and (each.is_opaque or not self._had_backward)]
             if not waiting or not waiting[-1].reduces:
                 return False
             waiting[-1].waits = False

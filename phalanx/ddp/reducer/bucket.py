@@ -62,7 +62,7 @@ class Bucket(abc.ABC):
         self.slots = planned.slots
         self.params = [params[slot.param] for slot in planned.slots]
         self.specs = [specs[slot.param] for slot in planned.slots]
-        self._kind = (self.params[0].dtype, self.params[0].device)
+        self._kinds = self._current_kinds
         self.tail = tail
         self.tail_rides = tail_rides
         # What hooks see as the last bucket.
@@ -93,6 +93,10 @@ class Bucket(abc.ABC):
         """As `take`, for a rank that takes part without gradients of its own: they stay where they are."""
 
     @abc.abstractmethod
+    def clear(self) -> None:
+        """Send zeros in place of what was taken."""
+
+    @abc.abstractmethod
     def scale_mean(self, factor: float) -> None:
         """Multiply the mean that has come back."""
 
@@ -107,7 +111,11 @@ class Bucket(abc.ABC):
     @property
     def is_outdated(self) -> bool:
         """Whether the user has given the parameters another dtype or device since the bucket was made."""
-        return (self.params[0].dtype, self.params[0].device) != self._kind
+        return self._current_kinds != self._kinds
+
+    @property
+    def _current_kinds(self) -> tuple[list[torch.dtype], torch.device]:
+        return [param.dtype for param in self.params], self.params[0].device
 
     @property
     def names(self) -> list[str]:
@@ -350,6 +358,9 @@ class DenseBucket(Bucket):
             self._owners[place] = None
 
     # -- back ----------------------------------------------------------------------------------
+
+    def clear(self) -> None:
+        self.body.zero_()
 
     def scale_mean(self, factor: float) -> None:
         self.body.mul_(factor)

@@ -39,6 +39,7 @@ class Pass:
         # By bucket, which parameters any rank used; all where it is missing.
         self.wanted: dict[int, Sequence[int]] = {}
         self.unused_here: list[int] = []
+        self._others_gave_up = False
         # Whether a backward inside this backward is known, or announced to a strategy that has to know: on this rank,
         # and on any rank, by their tails.
         self._nests, self._nests_somewhere = may_nest and not joined and self.strategy.gives_for_good, False
@@ -90,7 +91,10 @@ class Pass:
     def take(self, bucket: Bucket) -> list[int] | None:
         """Pack a bucket; returns which of its parameters this rank used, None for all."""
         scale = self.strategy.sparse_scale if bucket.sparse else self.strategy.pack_scale
-        return bucket.take(scale * self.shares.mine)
+        used = bucket.take(scale * self.shares.mine)
+        if not self.shares.mine:
+            bucket.clear()  # nought times what is not a number would not be nought
+        return used
 
     def send(self, bucket: Bucket, used: Sequence[int] | None, given_up: bool = False) -> None:
         """Launch a packed bucket, with what this rank has to say beside it."""
@@ -116,7 +120,7 @@ class Pass:
             oldest = self.buckets[bucket.index - lag]
             self.receive(oldest)
             # On every rank alike, since its tail told all of them.
-            if oldest.stage is Stage.REDUCED and not self._keep(oldest):
+            if oldest.stage is Stage.REDUCED and not self._others_gave_up and not self._keep(oldest):
                 self.give(oldest)
 
     # -- end of backward -----------------------------------------------------------------------
@@ -149,6 +153,8 @@ class Pass:
         """Return when all means are there, and whole: with what came late for them on any rank."""
         for bucket in self.buckets:
             self.receive(bucket)
+        if self._others_gave_up:
+            raise self.unequal()
         for bucket in self.buckets:
             self._keep(bucket)
         for index in self.late_buckets:
@@ -169,8 +175,8 @@ class Pass:
         bucket.mark_reduced()
         if reading is None:
             return
-        if reading.num_given_up:
-            raise self.unequal()
+        # Not raised in the midst of backward, which may be about to raise on this rank as well, for the user's own reason.
+        self._others_gave_up |= reading.num_given_up > 0
         if reading.total_weight != self.collectives.world:
             factor = self.collectives.world / reading.total_weight if reading.total_weight else 0.0
             self.strategy.scale_mean(bucket, factor)

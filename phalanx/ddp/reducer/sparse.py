@@ -55,6 +55,9 @@ class SparseBucket(Bucket):
         self.gradient = _nothing(param)
         slot.pack(self.states, 0)
 
+    def clear(self) -> None:
+        self.gradient = _nothing(self.params[0])
+
     def scale_mean(self, factor: float) -> None:
         assert self.gradient is not None, "a bucket that is back has a mean"
         self.gradient = _scaled(self.gradient.coalesce(), factor)

@@ -17,7 +17,7 @@ from tests.cluster import run_ranks, spawn_ranks
 
 pytestmark = pytest.mark.timeout(60)
 
-SOON_S = 3.0  # far below the group's time limit
+SOON_S = 10.0  # on a busy machine, and still far below the group's time limit
 
 
 def _group() -> PhalanxProcessGroup:
@@ -166,5 +166,5 @@ def _end_in_the_middle(rank: int, world: int, ending: str) -> str:
 @pytest.mark.parametrize(("ending", "code"), [("exit", 3), ("raise", 1)])
 def test_a_process_that_ends_amid_a_collective_does_not_wait_for_it(ending: str, code: int) -> None:
     first, second = spawn_ranks(2, _end_in_the_middle, ending, backend="phalanx", pg_timeout_s=50, timeout_s=30)
-    assert first.exitcode == code and not first.timed_out and first.seconds < 10, first
+    assert first.exitcode == code and not first.timed_out and first.seconds < 2 * SOON_S, first
     assert second.exitcode == 0 and "rank 0" in second.value, second

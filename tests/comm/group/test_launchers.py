@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
 
 import pytest
+
+from tests.cluster import reserved_port
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -63,11 +64,9 @@ def test_under_torchrun(tmp_path: Path, ending: str) -> None:
 
 
 def test_under_torch_multiprocessing(tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    assert _run_script(tmp_path, "script.py", "spawn", "leave", **meeting).count("ok") == 2
+    with reserved_port() as port:
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        assert _run_script(tmp_path, "script.py", "spawn", "leave", **meeting).count("ok") == 2
 
 
 @pytest.mark.parametrize("ending", ["destroy", "leave"])

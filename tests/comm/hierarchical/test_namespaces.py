@@ -106,5 +106,5 @@ def test_a_rank_that_dies_is_named_on_every_host(victim: int) -> None:
     assert outcomes[victim].exitcode == -signal.SIGKILL
     seen = [outcome.value for outcome in outcomes if outcome.rank != victim]
     assert all(victim in ranks for _, ranks in seen), seen
-    # All within the second (and what a busy machine adds) of the first that noticed.
-    assert max(when for when, _ in seen) - min(when for when, _ in seen) < 2.0
+    # All soon after the first that noticed: on a busy machine, and still far below the time limit of 30 s.
+    assert max(when for when, _ in seen) - min(when for when, _ in seen) < 6.0
