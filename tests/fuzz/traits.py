@@ -226,6 +226,9 @@ class Traits:
         linear = (*LINEAR_OPTIMIZERS, "adagrad")  # which divides by the root of a sum that begins at 0.1
         if self.mode.startswith("overlapped") and rounds and options["optimizer"] not in linear:
             options["optimizer"] = self.chance.choice(LINEAR_OPTIMIZERS)
+        # The others divide by a root that vanishes in 16 bits.
+        if any(part.dtype == "float16" for part in self.parts) and options["optimizer"] not in LINEAR_OPTIMIZERS:
+            options["optimizer"] = self.chance.choice(LINEAR_OPTIMIZERS)
         # A rank that has run out of inputs does not step a plain optimizer, so that its state falls behind.
         if "join" in self.kinds and self.mode == "plain":
             options["optimizer"] = "sgd"
@@ -259,7 +262,7 @@ class Traits:
             "keep": not options["views"],
             "place": not is_sparse,
             "clip": not is_sparse and not in_backward,
-            "retype": all(part.dtype == "float32" for part in self.parts) and not shared,
+            "retype": all(part.dtype == "float32" for part in self.parts) and self.mode in ("plain", "zero") and not shared,
             "reload": not shared or self.mode == "in_backward",
             "join": "Conv" not in kinds and self.mode != "in_backward",
             "accumulate": not self.mode.startswith("overlapped") and self.zero.get("stage") != 2,
