@@ -16,9 +16,9 @@ from tests.fuzz.job import Digest, Snapshot, take_snapshot
 from tests.fuzz.program import Program, routes_of
 from tests.fuzz.reference import Alone, advance
 
-# Rounding of a few operations in each dtype, relative to the largest local gradient.
+# Rounding of a few operations in each dtype, relative to the largest local gradient. Between parts all values are float32.
 ROUNDING = {
-    torch.float64: 1e-13,
+    torch.float64: 2e-5,
     torch.float32: 2e-5,
     torch.complex64: 2e-5,
     torch.float16: 4e-3,
@@ -63,9 +63,16 @@ def _adds_late(program: Program) -> bool:
     return False
 
 
+def _has_join(program: Program) -> bool:
+    return any(type(event).__name__ == "Join" for event in program.events)
+
+
 def tolerance(program: Program, dtype: torch.dtype) -> float:
     """Relative to the largest value that went into the mean."""
     found = ROUNDING[dtype]
+    if any(part.dtype in ("float16", "bfloat16") for part in program.parts) and _has_join(program):
+        # Several steps are compared at once: what rounding made of the first one, 16 bits may round to the next value.
+        found = max(found, 1e-2)
     if program.hook in HOOK_ROUNDING:
         found = max(found, HOOK_ROUNDING[program.hook])
     if program.mixed is not None:

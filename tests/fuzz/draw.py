@@ -18,6 +18,7 @@ WEIGHTS = (
     (1e-7, 1e-7),
     (1e-5, 3e-5),
     (3e5, 2e5),
+    (2e6, 7e5),
     (1000003.0, 1.0, 65536.0),
     (0.5, 0.25, 2.0, 7.0),
     (5.0, 5.0),
@@ -55,9 +56,12 @@ class _Draw(Traits):
         self.again = []
         for _ in range(self.chance.choice((1, 2)) if "again" in self.kinds else 0):
             part, since, ranks = self._use()
-            if "nested" in self.kinds and self.often(0.5):
-                # The worst case: the plain use, last in forward, is first in backward, and sends the bucket off.
+            if "nested" in self.kinds and self.often(0.6):
+                # The worst case: the plain use, last in forward, is first in backward, and sends the bucket off. That
+                # nested backwards happen at all may have been known from the start, by another part.
                 self.nested = [use for use in self.nested if use[0] != part]
+                if self.often(0.5):
+                    self.nested = [(use[0], 0, use[2]) for use in self.nested]
                 self.again.append((part, since, ranks, 0.0, "reentrant"))
             else:
                 self.again.append((part, since, ranks, self.chance.random(), self.chance.choice(hows)))
@@ -188,7 +192,9 @@ class _Draw(Traits):
         found: list[Any] = []
         if "look" in self.kinds and self.often(0.5):
             mode = self.chance.choice(("grad", "no_grad", "eval", "eval"))
-            rank = ev.EVERY_RANK if mode == "grad" or self.often(0.6) else self.chance.randrange(self.ranks)
+            # After a join, as in torch, a forward still asks all ranks whether they have inputs.
+            alone = mode != "grad" and "join" not in self.kinds and self.often(0.4)
+            rank = self.chance.randrange(self.ranks) if alone else ev.EVERY_RANK
             found.append(ev.Look(self.fresh(), self.draw_routes(step, nested=False), mode, rank))
         if "saliency" in self.kinds and self.often(0.4):
             rank = self.chance.choice((ev.EVERY_RANK, self.chance.randrange(self.ranks)))
@@ -209,11 +215,13 @@ class _Draw(Traits):
         return found
 
     def draw_join(self, step: int) -> Any:
-        counts = tuple(self.chance.randint(0, 3) for _ in range(self.ranks))
-        if not any(counts):
-            counts = (1, *counts[1:])
+        counts = [self.chance.randint(0, 3) for _ in range(self.ranks)]
+        if self.often(0.5):
+            # One rank takes part in the first turn only, and holds its gradients while the others go on.
+            counts[self.chance.randrange(self.ranks)] = 1
+        counts[self.chance.randrange(self.ranks)] = self.chance.choice((1, 3, 3))
         trigger = self.options.get("delayed", (0, 0))[1]
-        dropped = tuple(p for p in self.order if p not in (0, trigger) and self.often(0.3))
+        dropped = tuple(p for p in self.order if p not in (0, trigger) and self.often(0.4))
         self.data += 3
         routes = self.draw_routes(step, nested=False)
-        return ev.Join(self.fresh(), routes, counts=counts, initial=self.often(0.5), dropped=dropped)
+        return ev.Join(self.fresh(), routes, counts=tuple(counts), initial=self.often(0.5), dropped=dropped)

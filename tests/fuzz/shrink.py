@@ -53,6 +53,10 @@ def is_fair(program: Program) -> bool:
                 return False
         elif isinstance(event, Step) and (is_local or (program.is_overlapped and not num_reduced)):
             return False
+    if program.delayed is not None:
+        triggered = [{number for number, _ in event.routes[0]} for event in program.events if isinstance(event, Pass)]
+        if not all(program.delayed[1] in used for used in triggered):
+            return False
     promised = program.static or program.skip_unused
     passes = [event for event in program.events if isinstance(event, Pass)]
     return not promised or len({route for event in passes for route in event.routes}) <= 1

@@ -119,6 +119,8 @@ class Traits:
         wanted = self.chance.choice((1, 2, 3, 3, 4, 5, 6))
         while wanted > len(self.kinds):
             self.kinds.add(self.pick(KINDS))
+        if "nested" in self.kinds and self.often(0.4):
+            self.kinds.add("again")
         self.options: dict[str, Any] = {"optimizer": "sgd"}
         self.draw_mode()
         self.parts = self.draw_parts()
@@ -191,7 +193,7 @@ class Traits:
 
     def draw_cap(self) -> float | None:
         sizes = [num_bytes(part) for part in self.parts]
-        way = self.pick({"default": 3, "tiny": 3, "one": 3, "two": 3, "fixed": 3})
+        way = self.pick({"default": 3, "tiny": 3, "one": 3, "two": 4, "fixed": 3})
         if way == "default":
             return None
         if way == "tiny":
@@ -233,9 +235,11 @@ class Traits:
         # The others divide by a root that vanishes in 16 bits.
         if any(part.dtype == "float16" for part in self.parts) and options["optimizer"] not in LINEAR_OPTIMIZERS:
             options["optimizer"] = self.chance.choice(LINEAR_OPTIMIZERS)
-        # A rank that has run out of inputs does not step a plain optimizer, so that its state falls behind.
-        if "join" in self.kinds and self.mode == "plain":
-            options["optimizer"] = "sgd"
+        # A rank that has run out of inputs does not step a plain optimizer, so that its state falls behind. And the turns of
+        # a join are compared together, at its end.
+        if "join" in self.kinds:
+            sparse = any(part.kind in ("SparseWords", "Unannounced") for part in self.parts)
+            options["optimizer"] = "sgd" if self.mode == "plain" or sparse else self.chance.choice(LINEAR_OPTIMIZERS)
 
     def _fits(self, kind: str) -> bool:
         options, kinds = self.options, {part.kind for part in self.parts}
