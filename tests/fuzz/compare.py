@@ -16,9 +16,9 @@ from tests.fuzz.job import Digest, Snapshot, take_snapshot
 from tests.fuzz.program import Program, routes_of
 from tests.fuzz.reference import Alone, advance
 
-# Rounding of a few operations in each dtype, relative to the largest local gradient.
+# Rounding of a few operations in each dtype, relative to the largest local gradient. Between parts all values are float32.
 ROUNDING = {
-    torch.float64: 1e-13,
+    torch.float64: 2e-5,
     torch.float32: 2e-5,
     torch.complex64: 2e-5,
     torch.float16: 4e-3,
@@ -39,7 +39,9 @@ def is_exact(program: Program) -> bool:
         # Rows that repeat are added up in another order.
         or any(part.kind in ("SparseWords", "Unannounced") for part in program.parts)
         or any(getattr(event, "weights", None) for event in program.events)
-        or any(type(event).__name__ in ("Inner", "Join") for event in program.events)  # sums in another order
+        # The reference takes one mean of both backwards, or of the ranks that are left; a second derivative is a sum of
+        # many terms, which autograd adds up as they come.
+        or any(type(event).__name__ in ("Inner", "Join", "Penalty") for event in program.events)
         # The norm is put together from the slices of the ranks.
         or (program.has_sharded_state and any(getattr(event, "clip", None) for event in program.events))
         # Where gradients are divided, the mean of the second is added to the mean of the first.
@@ -61,9 +63,16 @@ def _adds_late(program: Program) -> bool:
     return False
 
 
+def _has_join(program: Program) -> bool:
+    return any(type(event).__name__ == "Join" for event in program.events)
+
+
 def tolerance(program: Program, dtype: torch.dtype) -> float:
     """Relative to the largest value that went into the mean."""
     found = ROUNDING[dtype]
+    if any(part.dtype in ("float16", "bfloat16") for part in program.parts) and _has_join(program):
+        # Several steps are compared at once: what rounding made of the first one, 16 bits may round to the next value.
+        found = max(found, 1e-2)
     if program.hook in HOOK_ROUNDING:
         found = max(found, HOOK_ROUNDING[program.hook])
     if program.mixed is not None:
@@ -139,7 +148,8 @@ def judge(program: Program, trace: Sequence[Snapshot], rank: int, state: dict[st
         if found is not None:
             return Verdict(Difference(at, *found), tuple(shared))
         alike = tuple(all(_same(w.grads[n], wanted[0].grads[n]) for w in wanted) for n in range(len(before)))
-        shared.append(alike)
+        # How far a backward got before it raised may differ between ranks: zeros here, no gradient there.
+        shared.append((False,) * len(alike) if type(event).__name__ == "Fail" else alike)
         _adopt(jobs, got, alike)
     found = None if state is None else _state_difference(program, jobs[0].optimizer.state_dict()["state"], state["state"])
     return Verdict(None if found is None else Difference(-1, "state", found), tuple(shared))
