@@ -352,7 +352,7 @@ def keep_beside_a_hook(rank: int, world: int, width: int, name: str) -> list[str
     """The names of the gradients that a later step has overwritten."""
     torch.manual_seed(3)
     layers = nn.Sequential(nn.Linear(width, width), nn.Linear(width, width))
-    model = phalanx.DistributedDataParallel(layers, bucket_cap_mb=0.3)
+    model = phalanx.DistributedDataParallel(layers, bucket_cap_mb=(width + 1) * width * 4 / 2**20)  # a bucket per layer
     model.register_comm_hook(None, getattr(hooks, name))
     kept = []
     for step in range(5):
