@@ -11,6 +11,7 @@ from torch import nn
 import phalanx
 from phalanx.optim import apply_in_backward
 from tests.cluster import run_ranks
+from tests.ddp.by_hand import assert_mean, everywhere, inputs, mean_by_hand, unwrapped, widths
 from tests.ddp.zoo import batch, make
 
 
@@ -139,3 +140,74 @@ def half_the_arguments(rank: int, world: int) -> None:
 
 def test_delaying_needs_both_arguments() -> None:
     run_ranks(1, half_the_arguments)
+
+
+# -- delayed parameters, when ranks differ ---------------------------------------------------------
+
+
+class Gate(nn.Module):
+    """The trigger of the delayed parameter is `c`, which is not used where `skips`."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.c = nn.Linear(width, width), nn.Linear(width, width), nn.Linear(width, 1)
+
+    def forward(self, x: torch.Tensor, skips: bool) -> torch.Tensor:
+        hidden = torch.tanh(self.a(x))
+        return hidden.sum(1) if skips else self.c(self.b(hidden)).sum(1)
+
+
+def delayed(model: Gate) -> Any:
+    return phalanx.DistributedDataParallel(
+        model,
+        delay_all_reduce_named_params=[("a.weight", model.a.weight)],
+        param_to_hook_all_reduce=model.c.weight,
+        on_unused="ignore",
+        bucket_cap_mb=0.05,
+    )
+
+
+def skip_trigger(rank: int, world: int, width: int) -> None:
+    model = Gate(width)
+    plain, wrapped = unwrapped(model), delayed(model)
+
+    def loss(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+        return model(inputs(step, rank, width), rank == 0 and step in (0, 2)).square().mean()
+
+    for step in range(4):
+        wrapped.zero_grad()
+        loss(wrapped, step, rank).backward()
+        assert_mean(model, mean_by_hand(plain, world, lambda m, r, step=step: loss(m, step, r)))
+
+
+@everywhere
+@widths
+def test_delayed_parameters_are_averaged_also_where_a_rank_does_not_use_the_trigger(width: int, backend: str) -> None:
+    run_ranks(2, skip_trigger, width, backend=backend)
+
+
+def join_with_delayed(rank: int, world: int, width: int) -> list[torch.Tensor]:
+    model = Gate(width)
+    plain, wrapped = unwrapped(model), delayed(model)
+    counts = [2, 4]
+    with wrapped.join():
+        for step in range(counts[rank]):
+            wrapped.zero_grad()
+            wrapped(inputs(step, rank, width), False).square().mean().backward()
+
+            def loss(m: nn.Module, r: int, step: int = step) -> torch.Tensor:
+                # A rank without inputs counts, with a gradient of zero.
+                return m(inputs(step, r, width), False).square().mean() * (step < counts[r])
+
+            for param, mean in zip(model.parameters(), mean_by_hand(plain, world, loss), strict=True):
+                assert param.grad is not None and mean is not None
+                torch.testing.assert_close(param.grad.double(), mean, rtol=1e-5, atol=1e-7)
+    return [param.detach().clone() for param in model.parameters()]
+
+
+@everywhere
+@widths
+def test_delayed_parameters_may_have_uneven_inputs(width: int, backend: str) -> None:
+    first, second = run_ranks(2, join_with_delayed, width, backend=backend)
+    assert all(map(torch.equal, first, second))

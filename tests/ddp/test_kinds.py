@@ -11,6 +11,7 @@ from torch import nn
 
 import phalanx
 from tests.cluster import run_ranks
+from tests.ddp.by_hand import assert_mean, everywhere, inputs, mean_by_hand, unwrapped, widths
 
 
 class Mixture(nn.Module):
@@ -144,3 +145,54 @@ def _counted(verb: Any, name: str, started: list[str]) -> Any:
 @pytest.mark.parametrize("backend", ["gloo", "phalanx"])
 def test_a_sparse_gradient_costs_one_collective_and_one_more_where_it_grows(backend: str) -> None:
     assert run_ranks(2, count_collectives, backend=backend) == [[2, 3, 2]] * 2
+
+
+class Undefined(torch.autograd.Function):
+    """Uses a weight in forward and gives it no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return x + weight.sum()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return grads[0], None
+
+
+class Surprising(nn.Module):
+    """A weight planned as dense whose gradient is sparse, or undefined, as `turn` says; the other one is plain."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.plain = (nn.Parameter(torch.randn(width, width)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, turn: str) -> torch.Tensor:
+        hidden = torch.tanh(x @ self.plain)
+        if turn == "undefined":
+            return Undefined.apply(hidden, self.table)
+        rows = torch.nn.functional.embedding(torch.arange(4), self.table, sparse=turn == "sparse")
+        return hidden * rows
+
+
+def surprise(rank: int, world: int, width: int, views: bool, turns: list[tuple[str, str]]) -> None:
+    model = Surprising(width)
+    plain = unwrapped(model)
+    wrapped = phalanx.DistributedDataParallel(model, gradient_as_bucket_view=views, on_unused="ignore", bucket_cap_mb=1)
+
+    def loss(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+        return model(inputs(step, rank, width), turns[step][rank]).square().mean()
+
+    for step in range(len(turns)):
+        wrapped.zero_grad()
+        loss(wrapped, step, rank).backward()
+        assert_mean(model, mean_by_hand(plain, world, lambda m, r, step=step: loss(m, step, r)))
+
+
+@everywhere
+@widths
+@pytest.mark.parametrize("views", [False, True], ids=["copies", "views"])
+def test_a_gradient_that_is_not_as_planned_is_still_averaged(views: bool, width: int, backend: str) -> None:
+    dense, sparse, undefined = "dense", "sparse", "undefined"
+    turns = [(dense, dense), (dense, dense), (sparse, sparse), (sparse, dense), (undefined, dense), (undefined, undefined)]
+    run_ranks(2, surprise, width, views, [*turns, (dense, dense)], backend=backend)

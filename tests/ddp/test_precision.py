@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import phalanx
 from tests.cluster import run_ranks
+from tests.ddp.by_hand import Net, assert_mean, everywhere, inputs, mean_by_hand, unwrapped, widths
 
 LOW = torch.bfloat16
 
@@ -110,3 +111,70 @@ def views_asked_for(rank: int, world: int) -> None:
 
 def test_views_that_cannot_be_are_said_so() -> None:
     run_ranks(1, views_asked_for)
+
+
+# -- sizes, and several backwards ------------------------------------------------------------------
+
+
+def _loss(model: nn.Module, step: int, rank: int, width: int) -> torch.Tensor:
+    return model(inputs(step, rank, width)).float().square().mean()
+
+
+def by_size(rank: int, world: int, width: int, reduce_dtype: torch.dtype | None, accumulate: bool) -> None:
+    model = Net(width)
+    plain = unwrapped(model)
+    config = phalanx.MixedPrecision(param_dtype=LOW, reduce_dtype=reduce_dtype)
+    wrapped = phalanx.DistributedDataParallel(model, mixed_precision=config, bucket_cap_mb=0.05)
+    for step in range(3):
+        wrapped.zero_grad()
+        if accumulate:
+            with wrapped.no_sync():
+                _loss(wrapped, step + 50, rank, width).backward()
+        _loss(wrapped, step, rank, width).backward()
+        _assert_full(wrapped)
+
+        def loss(m: nn.Module, r: int, step: int = step) -> torch.Tensor:
+            return _loss(m, step, r, width) + (_loss(m, step + 50, r, width) if accumulate else 0)
+
+        # The forward rounds to eight bits, and so does a sum of ranks in bfloat16.
+        assert_mean(model, mean_by_hand(plain, world, loss), tolerance=0.05)
+
+
+@everywhere
+@widths
+@pytest.mark.parametrize("reduce_dtype", [None, torch.float32], ids=str)
+@pytest.mark.parametrize("accumulate", [False, True], ids=["every step", "accumulating"])
+def test_gradients_of_any_size_are_the_mean(
+    accumulate: bool, reduce_dtype: torch.dtype | None, width: int, backend: str
+) -> None:
+    run_ranks(2, by_size, width, reduce_dtype, accumulate, backend=backend)
+
+
+def several(rank: int, world: int, width: int, order: str) -> None:
+    model = Net(width)
+    plain = unwrapped(model)
+    config = phalanx.MixedPrecision(param_dtype=LOW, reduce_dtype=torch.float32)
+    wrapped = phalanx.DistributedDataParallel(model, mixed_precision=config, bucket_cap_mb=0.05)
+    for step in range(3):
+        wrapped.zero_grad()
+        steps = (step, step) if order == "twice" else (step, step + 50)
+        first = _loss(wrapped, steps[0], rank, width)
+        if order == "twice":
+            first.backward(retain_graph=True)
+            first.backward()
+        else:
+            second = _loss(wrapped, steps[1], rank, width)
+            for loss in (first, second) if order == "in order" else (second, first):
+                loss.backward()
+        _assert_full(wrapped)
+        expected = mean_by_hand(
+            plain, world, lambda m, r, steps=steps: _loss(m, steps[0], r, width) + _loss(m, steps[1], r, width)
+        )
+        assert_mean(model, expected, tolerance=0.05)
+
+
+@everywhere
+@widths
+@pytest.mark.parametrize("order", ["in order", "in reverse", "twice"])
+def test_backwards_of_several_forwards_and_several_of_one(order: str, width: int, backend: str) -> None:
+    run_ranks(2, several, width, order, backend=backend)

@@ -10,6 +10,7 @@ from torch import nn
 
 import phalanx
 from tests.cluster import run_ranks
+from tests.ddp.by_hand import Net, assert_mean, everywhere, inputs, mean_by_hand, unwrapped, widths
 from tests.ddp.zoo import Experts, batch
 
 
@@ -161,3 +162,27 @@ def unfrozen_after_wrapping(rank: int, world: int) -> None:
 
 def test_a_parameter_unfrozen_after_wrapping_is_refused() -> None:
     run_ranks(2, unfrozen_after_wrapping)
+
+
+def frozen_early(rank: int, world: int, width: int, when: str) -> None:
+    """After wrapping, and before the first backward has ended: its hook must not be asked for again."""
+    model = Net(width)
+    wrapped = phalanx.DistributedDataParallel(model, on_unused="ignore", bucket_cap_mb=0.05)
+    plain = unwrapped(model)
+    for step in range(3):
+        wrapped.zero_grad()
+        if when == "before the first forward":
+            model.a.requires_grad_(False)
+        loss = wrapped(inputs(step, rank, width)).square().mean()
+        model.a.requires_grad_(False)
+        loss.backward()
+        plain.a.requires_grad_(False)
+        expected = mean_by_hand(plain, world, lambda m, r, step=step: m(inputs(step, r, width)).square().mean())
+        assert_mean(model, expected)
+
+
+@everywhere
+@widths
+@pytest.mark.parametrize("when", ["before the first forward", "before the first backward"])
+def test_a_parameter_may_be_frozen_before_the_first_backward(when: str, width: int, backend: str) -> None:
+    run_ranks(2, frozen_early, width, when, backend=backend)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
 import phalanx
+from phalanx.comm import hooks
 from phalanx.comm.hooks import allreduce_hook
 from tests.cluster import run_ranks
+from tests.ddp.by_hand import Net, assert_mean, everywhere, inputs, mean_by_hand, unwrapped, widths
 
 
 def weighted(rank: int, world: int, weights: list[float], dtype: torch.dtype, views: bool, hook: bool) -> torch.Tensor:
@@ -94,3 +98,71 @@ def nobody_has_anything(rank: int, world: int) -> None:
 
 def test_weights_of_zero_everywhere_give_zero_gradients() -> None:
     run_ranks(2, nobody_has_anything)
+
+
+# -- very small, very large, of any size -----------------------------------------------------------
+
+
+def any_size(
+    rank: int, world: int, width: int, weights: list[float], dtype: torch.dtype, options: dict[str, Any]
+) -> None:
+    """With a micro-batch under no_sync, which counts as the backward does that reduces it."""
+    model = Net(width).to(dtype)
+    plain = unwrapped(model).double()
+    delayed = [("a.weight", model.a.weight)] if options.pop("delayed", False) else None
+    hook = options.pop("hook", None)
+    wrapped = phalanx.DistributedDataParallel(
+        model,
+        bucket_cap_mb=0.05,
+        delay_all_reduce_named_params=delayed,
+        param_to_hook_all_reduce=model.b.weight if delayed else None,
+        **options,
+    )
+    if hook is not None:
+        wrapped.register_comm_hook(None, getattr(hooks, hook))
+
+    def loss(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+        return model(inputs(step, rank, width).to(dtype).to(next(model.parameters()).dtype)).square().mean()
+
+    for step in range(3):
+        wrapped.zero_grad()
+        with wrapped.no_sync():
+            loss(wrapped, step + 50, rank).backward()
+        x = inputs(step, rank, width).to(dtype).requires_grad_()
+        output = wrapped(x).square().mean()
+        if step == 1:
+            torch.autograd.grad(output, x, retain_graph=True)  # which is no backward, and takes no weight
+        with wrapped.weight(weights[rank]):
+            output.backward()
+        expected = mean_by_hand(
+            plain, world, lambda m, r, step=step: loss(m, step, r) + loss(m, step + 50, r), weights
+        )
+        # In half precision gradients of ranks that cancel out leave few digits.
+        assert_mean(model, expected, tolerance=0.05 if dtype is torch.float16 or hook is not None else 1e-5)
+
+
+FAR_APART = [[1e-7, 1e-7], [1e-5, 3e-5], [3e5, 2e5], [1e-9, 1e9], [4096.0, 0.0]]
+
+
+@everywhere
+@widths
+@pytest.mark.parametrize("weights", FAR_APART, ids=str)
+def test_only_the_ratio_of_weights_counts(weights: list[float], width: int, backend: str) -> None:
+    run_ranks(2, any_size, width, weights, torch.float32, {}, backend=backend)
+
+
+@everywhere
+@widths
+@pytest.mark.parametrize("weights", [[3e5, 2e5], [1e-7, 3e-7], [4096.0, 2048.0]], ids=str)
+def test_weights_neither_overflow_nor_vanish_in_half_precision(weights: list[float], width: int, backend: str) -> None:
+    run_ranks(2, any_size, width, weights, torch.float16, {}, backend=backend)
+    run_ranks(2, any_size, width, weights, torch.float32, {"hook": "fp16_compress_hook"}, backend=backend)
+
+
+@everywhere
+@widths
+@pytest.mark.parametrize(
+    "options", [{"delayed": True}, {"gradient_as_bucket_view": True}, {"static_graph": True}], ids=lambda o: next(iter(o))
+)
+def test_weights_count_for_every_parameter_in_every_mode(options: dict[str, Any], width: int, backend: str) -> None:
+    run_ranks(2, any_size, width, [1.0, 3.0], torch.float32, dict(options), backend=backend)
