@@ -100,6 +100,10 @@ class LowPrecision:
     @contextmanager
     def forward(self) -> Iterator[None]:
         """Parameters and buffers are low inside; buffers changed inside keep their change."""
+        if self._full:
+            # A forward inside backward (checkpointing around the wrapper) or inside another one: they are low already.
+            yield
+            return
         self._low = self._make_low()
         self._enter()
         try:
