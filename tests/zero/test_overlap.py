@@ -145,7 +145,8 @@ def zero_in_place(rank: int, world: int, options: dict[str, Any]) -> list[Any]:
                 param.grad = mean.clone() if param.grad is None else param.grad + mean
         plain.step()
         wrapped(own).backward()
-        zero.step()
+        if not options.get("step_in_backward", True):
+            zero.step()
         found.append(differing(model, sample(plain_model)))
     return found
 
