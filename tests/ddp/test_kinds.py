@@ -11,7 +11,7 @@ from torch import nn
 
 import phalanx
 from tests.cluster import run_ranks
-from tests.ddp.by_hand import assert_mean, everywhere, inputs, mean_by_hand, unwrapped, widths
+from tests.ddp.by_hand import alike, assert_mean, everywhere, inputs, mean_by_hand, unwrapped, widths
 
 
 class Mixture(nn.Module):
@@ -189,10 +189,54 @@ def surprise(rank: int, world: int, width: int, views: bool, turns: list[tuple[s
         assert_mean(model, mean_by_hand(plain, world, lambda m, r, step=step: loss(m, step, r)))
 
 
+_DENSE, _SPARSE, _UNDEFINED = "dense", "sparse", "undefined"
+TURNS = [
+    (_DENSE, _DENSE),
+    (_DENSE, _DENSE),
+    (_SPARSE, _SPARSE),
+    (_SPARSE, _DENSE),
+    (_UNDEFINED, _DENSE),
+    (_UNDEFINED, _UNDEFINED),
+    (_DENSE, _DENSE),
+]
+
+
 @everywhere
 @widths
 @pytest.mark.parametrize("views", [False, True], ids=["copies", "views"])
 def test_a_gradient_that_is_not_as_planned_is_still_averaged(views: bool, width: int, backend: str) -> None:
-    dense, sparse, undefined = "dense", "sparse", "undefined"
-    turns = [(dense, dense), (dense, dense), (sparse, sparse), (sparse, dense), (undefined, dense), (undefined, undefined)]
-    run_ranks(2, surprise, width, views, [*turns, (dense, dense)], backend=backend)
+    run_ranks(2, surprise, width, views, TURNS, backend=backend)
+
+
+def surprise_optimizer(rank: int, world: int, width: int, options: dict[str, Any]) -> None:
+    model = Surprising(width)
+    plain = unwrapped(model)
+    wrapped = phalanx.DistributedDataParallel(model, on_unused="ignore", bucket_cap_mb=1)
+    zero = phalanx.ZeroRedundancyOptimizer(
+        model.parameters(), torch.optim.SGD, lr=0.1, overlap_with_ddp=True, **options
+    )
+    by_hand = torch.optim.SGD(plain.parameters(), lr=0.1)
+
+    def loss(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+        return model(inputs(step, rank, width), TURNS[step][rank]).square().mean()
+
+    for step in range(len(TURNS)):
+        zero.zero_grad()
+        loss(wrapped, step, rank).backward()
+        zero.step()
+        means = mean_by_hand(plain, world, lambda m, r, step=step: loss(m, step, r))
+        for param, mean in zip(plain.parameters(), means, strict=True):
+            param.grad = None if mean is None else mean.float()
+        by_hand.step()
+        for param, want in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(param, want)
+            assert alike(param)
+
+
+@everywhere
+@widths
+@pytest.mark.parametrize("options", [{}, {"stage": 2}, {"step_in_backward": False}, {"partition": "parameter"}], ids=str)
+def test_a_gradient_that_is_not_as_planned_is_still_stepped_with(
+    options: dict[str, Any], width: int, backend: str
+) -> None:
+    run_ranks(2, surprise_optimizer, width, options, backend=backend)

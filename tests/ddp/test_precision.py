@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import phalanx
 from tests.cluster import run_ranks
-from tests.ddp.by_hand import Net, assert_mean, everywhere, inputs, mean_by_hand, unwrapped, widths
+from tests.ddp.by_hand import LARGE, SMALL, Net, assert_mean, everywhere, inputs, mean_by_hand, unwrapped
 
 LOW = torch.bfloat16
 
@@ -114,6 +114,9 @@ def test_views_that_cannot_be_are_said_so() -> None:
 
 
 # -- sizes, and several backwards ------------------------------------------------------------------
+
+# In bfloat16 too, the larger weight has more than 64 KiB.
+widths = pytest.mark.parametrize("width", [SMALL, 2 * LARGE], ids=["small", "large"])
 
 
 def _loss(model: nn.Module, step: int, rank: int, width: int) -> torch.Tensor:

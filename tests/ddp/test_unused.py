@@ -172,11 +172,11 @@ def frozen_early(rank: int, world: int, width: int, when: str) -> None:
     for step in range(3):
         wrapped.zero_grad()
         if when == "before the first forward":
-            model.a.requires_grad_(False)
+            model.a.bias.requires_grad_(False)
         loss = wrapped(inputs(step, rank, width)).square().mean()
-        model.a.requires_grad_(False)
+        model.a.bias.requires_grad_(False)
         loss.backward()
-        plain.a.requires_grad_(False)
+        plain.a.bias.requires_grad_(False)
         expected = mean_by_hand(plain, world, lambda m, r, step=step: m(inputs(step, r, width)).square().mean())
         assert_mean(model, expected)
 

@@ -110,7 +110,7 @@ def any_size(
     model = Net(width).to(dtype)
     plain = unwrapped(model).double()
     delayed = [("a.weight", model.a.weight)] if options.pop("delayed", False) else None
-    hook = options.pop("hook", None)
+    hook, looks = options.pop("hook", None), options.pop("looks", False)
     wrapped = phalanx.DistributedDataParallel(
         model,
         bucket_cap_mb=0.05,
@@ -130,7 +130,7 @@ def any_size(
             loss(wrapped, step + 50, rank).backward()
         x = inputs(step, rank, width).to(dtype).requires_grad_()
         output = wrapped(x).square().mean()
-        if step == 1:
+        if looks and step > 0:
             torch.autograd.grad(output, x, retain_graph=True)  # which is no backward, and takes no weight
         with wrapped.weight(weights[rank]):
             output.backward()
@@ -162,7 +162,9 @@ def test_weights_neither_overflow_nor_vanish_in_half_precision(weights: list[flo
 @everywhere
 @widths
 @pytest.mark.parametrize(
-    "options", [{"delayed": True}, {"gradient_as_bucket_view": True}, {"static_graph": True}], ids=lambda o: next(iter(o))
+    "options",
+    [{"delayed": True}, {"gradient_as_bucket_view": True}, {"static_graph": True}, {"looks": True}],
+    ids=lambda options: next(iter(options)),
 )
 def test_weights_count_for_every_parameter_in_every_mode(options: dict[str, Any], width: int, backend: str) -> None:
     run_ranks(2, any_size, width, [1.0, 3.0], torch.float32, dict(options), backend=backend)

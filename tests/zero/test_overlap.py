@@ -125,6 +125,38 @@ def test_a_gradient_that_made_an_update_is_not_silently_used_in_another(options:
     run_ranks(2, use_twice, options)
 
 
+LARGE_SHAPES = ((70,), (20000,), (13, 10), (150, 150))  # on both sides of 64 KiB
+
+
+def zero_in_place(rank: int, world: int, options: dict[str, Any]) -> list[Any]:
+    """Gradients are set to zero, not to None: with momentum and decay that is another update than None."""
+    plain_model, model = Given(LARGE_SHAPES), Given(LARGE_SHAPES)
+    plain = optim.SGD(plain_model.parameters(), lr=0.01, momentum=0.9)
+    wrapped, zero = made(model, optim.SGD, momentum=0.9, **options)
+    found = []
+    for step in range(5):
+        plain.zero_grad(set_to_none=False)
+        zero.zero_grad(set_to_none=False)
+        means, own = mean_gradients(plain_model, step), own_gradients(model, step, rank, world)
+        if step == 3:
+            means[1] = own[1] = None  # used by no rank: its gradient stays zero, and its momentum goes on
+        for param, mean in zip(plain_model.parameters(), means, strict=True):
+            if mean is not None:
+                param.grad = mean.clone() if param.grad is None else param.grad + mean
+        plain.step()
+        wrapped(own).backward()
+        if not options.get("step_in_backward", True):
+            zero.step()
+        found.append(differing(model, sample(plain_model)))
+    return found
+
+
+@everywhere
+@pytest.mark.parametrize("options", [{}, {"stage": 2}, {"step_in_backward": False}, {"partition": "parameter"}], ids=str)
+def test_gradients_may_be_zeroed_in_place(options: dict[str, Any], backend: str) -> None:
+    assert run_ranks(2, zero_in_place, options, backend=backend) == [[[]] * 5] * 2
+
+
 def step_without_reduction(rank: int, world: int, options: dict[str, Any]) -> None:
     model = Given()
     wrapped, zero = made(model, **options)
