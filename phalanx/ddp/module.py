@@ -167,6 +167,8 @@ class DistributedDataParallel(TorchNames, torch.nn.Module, Joinable):
         self.reducer = Reducer(params, self._first_plan, self.collectives, options)
         self.timeline = Timeline(self.reducer)
         self.reducer.listeners.append(self.timeline)
+        if self._low is not None:
+            self.reducer.listeners.append(self._low)
         self.collectives.board.announce_uncaught()
         announce(self)
 

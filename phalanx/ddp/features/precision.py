@@ -22,6 +22,7 @@ import torch
 
 from ..engine import BackwardEnd
 from ..frames import untraced
+from ..reducer.listener import Listener
 from ..structure import map_tensors
 
 
@@ -34,7 +35,7 @@ class MixedPrecision:
     buffer_dtype: torch.dtype | None = None
 
 
-class LowPrecision:
+class LowPrecision(Listener):
     """Swaps the parameters and buffers of one module. Never leaves them swapped outside its contexts."""
 
     def __init__(self, config: Any, module: torch.nn.Module, ignored: Collection[str]) -> None:
@@ -89,8 +90,7 @@ class LowPrecision:
     def _leave(self) -> None:
         for param, full in zip(self._params, self._full, strict=False):
             param.data = full
-            if param.grad is not None and param.grad.dtype != full.dtype:
-                param.grad = param.grad.to(full.dtype)
+        self.local_backward_ended()
         for buffer, full in zip(self._buffers, self._full[len(self._params) :], strict=True):
             if buffer.dtype != full.dtype:
                 full.copy_(buffer)  # what the module did to its buffer is kept
@@ -112,6 +112,12 @@ class LowPrecision:
             self._leave()
             if not torch.is_grad_enabled():
                 self._low = []
+
+    def local_backward_ended(self) -> None:
+        """Of a backward whose outputs we did not see: gradients are as low as the forward was."""
+        for param in self._params:
+            if param.grad is not None and param.grad.dtype != param.dtype:
+                param.grad = param.grad.to(param.dtype)
 
     def begin_backward(self) -> None:
         """A backward through a low-precision forward starts; ends by itself with that backward."""

@@ -139,10 +139,12 @@ class Arming:
         else:
             # As torch, which disarms with the first backward; but for outputs into which we cannot look.
             waiting = [each for each in self._waiting if each.waits and (each.is_opaque or not self._had_backward)]
-            if not waiting or not waiting[-1].reduces:
+            if not waiting:
                 return False
             waiting[-1].waits = False
             self._note_outermost(listener, waiting[-1])
+            if not waiting[-1].reduces:
+                return False
         self._had_backward = True
         return True
 

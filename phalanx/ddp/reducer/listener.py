@@ -35,6 +35,9 @@ class Listener:
     def pass_ended(self) -> None:
         """Every parameter has its mean, and the plan for the next pass is in force."""
 
+    def local_backward_ended(self) -> None:
+        """A backward through the wrapper has ended that was not reduced."""
+
     def pass_failed(self) -> None:
         """The pass was given up. Its gradients are not reduced."""
 

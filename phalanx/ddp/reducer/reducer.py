@@ -271,7 +271,10 @@ class Reducer:
         """Runs when the whole backward pass has ended; returns with every gradient averaged."""
         if self.state < OBSERVING:
             if not self._arming.is_owed or not any(param.requires_grad for param in self.params):
-                return  # as after torch.autograd.grad, or a backward through a model that is frozen for it
+                # As after torch.autograd.grad, or a backward through a model that is frozen for it.
+                for listener in self.listeners:
+                    listener.local_backward_ended()
+                return
             self.recover()
             self.current = Pass(self, joined=False, may_nest=True)
         run = self.current

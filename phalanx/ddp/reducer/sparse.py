@@ -43,7 +43,7 @@ class SparseBucket(Bucket):
         param, state = self.params[0], self.states[0]
         grad, param.grad = param.grad, None
         if state == LATE and grad is not None and self._before is not None:
-            grad = self._before + grad  # not launched yet: both parts leave together
+            grad = _sum(_as_rows(self._before), _as_rows(grad))  # not launched yet: both parts leave together
         self._before = grad
         self.gradient = _nothing(param) if grad is None else _scaled(_as_rows(grad), scale)
         slot.pack(self.states, 0)
@@ -65,7 +65,7 @@ class SparseBucket(Bucket):
     def add(self, other: Bucket) -> None:
         assert isinstance(other, SparseBucket), "late parts of a sparse bucket are sparse"
         assert self.gradient is not None and other.gradient is not None, "both are back"
-        self.gradient = (self.gradient + other.gradient).coalesce()
+        self.gradient = _sum(self.gradient.coalesce(), other.gradient.coalesce())
 
     def give(self, wanted: Sequence[int] | None) -> None:
         self.stage = Stage.GIVEN
@@ -90,6 +90,15 @@ def _nothing(param: torch.Tensor) -> torch.Tensor:
     indices = torch.empty((1, 0), dtype=torch.int64, device=param.device)
     values = torch.empty((0, *param.shape[1:]), dtype=param.dtype, device=param.device)
     return torch.sparse_coo_tensor(indices, values, tuple(param.shape), check_invariants=False, is_coalesced=True)
+
+
+def _sum(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """The sum of two coalesced tensors; torch's own addition knows no 16 bits on a CPU."""
+    if first.sparse_dim() != second.sparse_dim():
+        return (first.to_dense() + second.to_dense()).to_sparse(1)
+    indices = torch.cat([first._indices(), second._indices()], dim=1)
+    values = torch.cat([first._values(), second._values()])
+    return torch.sparse_coo_tensor(indices, values, tuple(first.shape), check_invariants=False).coalesce()
 
 
 def _scaled(sparse: torch.Tensor, scale: float) -> torch.Tensor:

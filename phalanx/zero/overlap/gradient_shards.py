@@ -102,7 +102,9 @@ class GradientShards:
                 elif has_carried and not used:
                     gradient.zero_()
                 live.tensor.grad = gradient if given[place] else None
-            self._markers[number].is_zero = False
+            marker = self._markers[number]
+            # Of a marker that the user has replaced by None, what had been added to it belongs to nobody.
+            marker.is_zero, marker.pending = False, None
         bucket.mark_scattered()
         self._given[bucket.index] = given
 
