@@ -62,3 +62,11 @@ def unequal(where: str) -> ReductionError:
         "Look for the first error in the ranks' logs. If it is expected, catch it on every rank, or compute a loss of zero "
         "on the ranks concerned."
     )
+
+
+def torn(where: str) -> ReductionError:
+    """A backward raised after an optimizer had used some of its means."""
+    return ReductionError(
+        f"{where}: an earlier backward raised after some buckets had been updated and before the others were: the "
+        "parameters are between two steps. Load a checkpoint of the model, make the optimizer anew, and load its state."
+    )

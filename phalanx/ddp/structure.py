@@ -27,6 +27,7 @@ def _local_value(value: Any) -> Any:
 
 
 # Values into which nobody has to look for tensors.
+_PLAIN_TYPES = frozenset({type(None), bool, int, float, complex, str, bytes})
 _PLAIN = (type(None), int, float, complex, str, bytes, torch.dtype, torch.device, enum.Enum, type)
 
 
@@ -51,7 +52,7 @@ def _inside(value: Any) -> list[Any] | None:
     """What a container or a dataclass holds; None for another object, or one that does not let us look."""
     try:
         if isinstance(value, (list, tuple, set)):
-            return list(value)
+            return [item for item in value if type(item) not in _PLAIN_TYPES]
         if isinstance(value, Mapping):
             return list(value.values())
         if dataclasses.is_dataclass(value):

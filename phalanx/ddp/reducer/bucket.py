@@ -29,6 +29,9 @@ from .tail import Reading, Tail
 # ones together when the bucket is full, because each operation costs more than moving them does.
 LARGE_BYTES = 64 * 1024
 
+# Whoever keeps one gradient of each step would keep a whole bucket with it: after so many times, copies are given out.
+_MOST_KEPT = 3
+
 Allocate = Callable[[int, torch.dtype, torch.device], torch.Tensor]
 
 
@@ -190,6 +193,7 @@ class DenseBucket(Bucket):
         self.large = bytearray(slot.numel * item >= LARGE_BYTES for slot in self.slots)
         # By slot: the tensor that was `.grad` when it was taken, where somebody else may hold it; it gets the mean.
         self._owners: list[torch.Tensor | None] = [None] * len(self.slots)
+        self._num_kept = 0  # how often somebody kept what had been lent
         # View mode: what an unused gradient held, whose place in the body the transport overwrites.
         self._kept: dict[int, torch.Tensor] = {}
 
@@ -231,7 +235,8 @@ class DenseBucket(Bucket):
         super().open()
         if self._memory is not None and self._memory.is_lent:
             if self._memory.is_held:
-                self._memory = None  # it stays with those who hold it
+                self._memory = None  # it stays with those who hold it, all of it
+                self._num_kept += 1
             else:
                 self._memory.is_lent = False
 
@@ -435,7 +440,7 @@ class DenseBucket(Bucket):
     def _give_new(self, place: int) -> None:
         """The gradient that was taken is gone (or there was none): the body's memory takes its place, or a new tensor."""
         param, view = self.params[place], self.views[place]
-        if self.large[place] and param.dtype == view.dtype:
+        if self.large[place] and param.dtype == view.dtype and self._num_kept < _MOST_KEPT:
             param.grad = view.detach()  # a tensor of its own, so that references to it count
             self.memory.is_lent = True
             slot.give(self.states, place, LOANED)

@@ -18,7 +18,7 @@ from .hooks import is_final
 from .late import reduce_late_part
 from .settling import PlanState, find_late, mark_promised
 from .shares import agree_on_shares
-from .state import FLUSHING, OBSERVING, REDUCING, PassState
+from .state import FAILED, FLUSHING, OBSERVING, REDUCING, PassState
 from .tail import Reading
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class Pass:
         # By bucket, which parameters any rank used; all where it is missing.
         self.wanted: dict[int, Sequence[int]] = {}
         self.unused_here: list[int] = []
-        self._others_gave_up = False
+        self._others_gave_up = self._has_given = False
         # Whether a backward inside this backward is known, or announced to a strategy that has to know: on this rank,
         # and on any rank, by their tails.
         self._nests, self._nests_somewhere = may_nest and not joined and self.strategy.gives_for_good, False
@@ -199,9 +199,15 @@ class Pass:
 
     def give(self, bucket: Bucket) -> None:
         """Make the means the gradients, except of parameters that no rank used."""
+        self._has_given = True
         self.strategy.give(bucket, self.wanted.get(bucket.index))
         for listener in self.reducer.listeners:
             listener.bucket_given(bucket)
+
+    @property
+    def is_torn(self) -> bool:
+        """Of a pass that failed: whether means of it have been used, which no rank can take back."""
+        return self.state is FAILED and self.strategy.gives_for_good and self._has_given
 
     # -- in words ------------------------------------------------------------------------------
 

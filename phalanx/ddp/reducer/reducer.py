@@ -27,7 +27,7 @@ from ...plan import Bucket as PlannedBucket
 from ...plan import BucketPlan
 from ..engine import current_backward
 from ..frames import untraced
-from ..messages import unused_everywhere
+from ..messages import torn, unused_everywhere
 from . import slot
 from .arming import Arming, Forward
 from .bucket import Bucket, DenseBucket
@@ -197,9 +197,11 @@ class Reducer:
 
     def recover(self) -> None:
         """After a pass that raised: bring all ranks to the same point."""
-        if self.state >= OBSERVING and current_backward() == -1:
-            self._fail()  # outside of backward, so the pass cannot have ended as it should
+        if self.state >= OBSERVING and self._arming.noted is None and current_backward() == -1:
+            self._fail()  # no backward runs, here or in another thread, so the pass cannot have ended as it should
         if self.state is FAILED and self.current is not None:
+            if self.current.is_torn:
+                raise torn(f"rank {self.collectives.rank}: step {self.step}")
             failed, self.current = self.current, None
             self._give_up(failed)
         elif self._raised_before:
@@ -312,20 +314,20 @@ class Reducer:
         self.current = None
         self.step += 1
         unused = run.unused_everywhere
-        if not run.joined:
-            self._report_unused(unused)
+        self.unused_names = [self.plan.specs[index].name for index in unused]
+        num_params = len(self.params)
         if not self.settled:
             settle(self, unused)
         for listener in self.listeners:
             listener.pass_ended()
+        # Last: it may raise, on the ranks that have inputs only, when nothing is left that ranks do together.
+        if unused and not run.joined:
+            self._report_unused(num_params)
 
-    def _report_unused(self, unused: Sequence[int]) -> None:
-        self.unused_names = [self.plan.specs[index].name for index in unused]
-        if not unused or self._warned or self.options.on_unused == "ignore":
-            return
-        self._warned = True
-        where = f"rank {self.collectives.rank}: step {self.step - 1}"
-        text = unused_everywhere(where, self.unused_names, len(self.params))
+    def _report_unused(self, num_params: int) -> None:
+        text = unused_everywhere(f"rank {self.collectives.rank}: step {self.step - 1}", self.unused_names, num_params)
         if self.options.on_unused == "raise":
             raise ReductionError(text)
-        warnings.warn(text, stacklevel=2)
+        if self.options.on_unused == "warn" and not self._warned:
+            self._warned = True
+            warnings.warn(text, stacklevel=2)

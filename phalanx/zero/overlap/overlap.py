@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from ...ddp.messages import torn
 from ...ddp.module import DistributedDataParallel
 from ...ddp.reducer import AllReduce, HookStrategy, Listener, Reducer, Strategy
 from ...ddp.reducer.bucket import Bucket, DenseBucket
@@ -256,10 +257,7 @@ class Overlap(Listener):
     @torch.no_grad()
     def pass_began(self, joined: bool) -> None:
         if self.state is Engagement.TORN:
-            raise ReductionError(
-                "an earlier backward raised after some buckets had been updated and before the others were: the parameters "
-                "are between two steps. Load a checkpoint of model and optimizer."
-            )
+            raise torn(f"rank {self.sharded.collectives.rank}")
         for param, seen, version in self._used:
             grad = seen()
             if grad is not None and param.grad is grad and grad._version == version:
@@ -287,6 +285,8 @@ class Overlap(Listener):
     def pass_failed(self) -> None:
         if self.state is Engagement.UPDATING:
             self.state = Engagement.TORN
+            # The others may wait for collectives that this rank will never join.
+            self.sharded.collectives.board.post_error(torn(f"rank {self.sharded.collectives.rank}"))
         elif self.gradient_shards is not None:
             self.gradient_shards.give_up()
 
