@@ -36,6 +36,11 @@ hypothesis.settings.load_profile("phalanx")
 _BEFORE = pytest.StashKey[Snapshot]()
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    if schedule.is_worker(config):
+        schedule.end_with_controller()
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return schedule.make_scheduler(config, log)

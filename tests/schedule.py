@@ -12,7 +12,10 @@ workers, and no markers. So the workers leave it a file with the names of the qu
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -57,6 +60,7 @@ HEAVIEST: tuple[str, ...] = (
     "ddp/test_failures.py",
 )
 
+_PR_SET_PDEATHSIG = 1
 # The unit of work that all quiet tests form; no file has this name.
 _QUIET = "quiet"
 # What the controller gives to each worker: where to leave the names of the quiet tests.
@@ -75,6 +79,12 @@ def instruct(node: Any) -> None:
     if _DIRECTORY not in stash:
         stash[_DIRECTORY] = tempfile.TemporaryDirectory(prefix="phalanx-suite-")
     node.workerinput[_NAMES_PATH] = _names_path(node.config)
+
+
+def end_with_controller() -> None:
+    """In a worker: be killed when the controller is, test under way or not; the worker's ranks then end as well."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def sort(items: list[pytest.Item]) -> None:

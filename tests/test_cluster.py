@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.cluster import ClusterFailure, run_ranks, spawn_ranks
+from tests.cluster import PATIENCE, ClusterFailure, run_ranks, spawn_ranks
 from tests.cluster.leaks import RUN_VARIABLE
 from tests.cluster.process import ROOT
 
@@ -354,7 +354,7 @@ def test_a_killed_test_run_leaves_no_worker_and_has_all_that_was_printed(tmp_pat
     script.write_text(SESSION_THAT_IS_KILLED)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
     killed = subprocess.run(
-        [sys.executable, script], env=environment, stdout=subprocess.PIPE, text=True, timeout=60, check=False
+        [sys.executable, script], env=environment, stdout=subprocess.PIPE, text=True, timeout=60 * PATIENCE, check=False
     )
     printed, pids = killed.stdout.splitlines()
     assert killed.returncode == -signal.SIGKILL
@@ -393,7 +393,7 @@ def test_a_test_that_leaks_in_the_pytest_process_is_failed(tmp_path: Path) -> No
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=100 * PATIENCE,
         check=False,
     )
     errors = [line for line in inner.stdout.splitlines() if line.startswith("ERROR ")]

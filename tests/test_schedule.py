@@ -6,9 +6,13 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
+
 from tests import schedule
+from tests.cluster import PATIENCE
 from tests.cluster.process import ROOT
 
 FILE = """
@@ -35,24 +39,28 @@ def test_loud(request, number):
 """
 
 
+def _started(folder: Path, *options: str) -> subprocess.Popen[str]:
+    """A pytest run of its own over the files in a folder, with what our conftest does."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
+    return subprocess.Popen(
+        [sys.executable, "-m", "pytest", "-p", "tests.conftest", f"--rootdir={folder}", *options, str(folder)],
+        cwd=ROOT,
+        env=environment | {"NOTES": str(folder / "notes")},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
 class Notes:
     """A run of three files of five tests, and what each test wrote down."""
 
     def __init__(self, folder: Path, *options: str) -> None:
         for name in "abc":
             (folder / f"test_{name}.py").write_text(FILE)
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
-        command = [sys.executable, "-m", "pytest", "-p", "tests.conftest", f"--rootdir={folder}", *options, str(folder)]
-        done = subprocess.run(
-            command,
-            cwd=ROOT,
-            env=environment | {"NOTES": str(folder / "notes")},
-            capture_output=True,
-            text=True,
-            timeout=100,
-            check=False,
-        )
-        assert re.search(r"=+ 15 passed.* in [\d.]+s =+\n$", done.stdout), done.stdout + done.stderr
+        with _started(folder, *options) as run:
+            said, _ = run.communicate(timeout=100 * PATIENCE)
+        assert re.search(r"=+ 15 passed.* in [\d.]+s =+\n$", said), said
         lines = [line.split() for line in (folder / "notes").read_text().splitlines()]
         self.loud = [line for line in lines if line[1] == "loud"]
         self.quiet = [line for line in lines if line[1] == "quiet"]
@@ -72,6 +80,30 @@ def test_without_workers_a_file_runs_as_it_is_written(tmp_path: Path) -> None:
     assert {line[2] for line in (*notes.loud, *notes.quiet)} == {"none"}
     assert {line[3] for line in notes.loud} == {"20"}
     assert [float(line[-2]) for line in notes.quiet] < [float(line[-2]) for line in notes.loud]
+
+
+FOREVER = """
+import os, time
+
+def test_forever():
+    with open(os.environ["NOTES"] + ".part", "w") as notes:
+        notes.write(str(os.getpid()))
+    os.rename(os.environ["NOTES"] + ".part", os.environ["NOTES"])
+    time.sleep(1000)
+"""
+
+
+def test_workers_do_not_outlive_a_killed_controller(tmp_path: Path) -> None:
+    (tmp_path / "test_forever.py").write_text(FOREVER)
+    with _started(tmp_path, "-n", "1") as run:
+        while not (tmp_path / "notes").exists():
+            assert run.poll() is None, run.communicate()
+            time.sleep(0.02)
+        worker = psutil.Process(int((tmp_path / "notes").read_text()))
+        assert worker.ppid() == run.pid
+        run.kill()
+    psutil.wait_procs([worker], timeout=10)
+    assert not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE
 
 
 def test_the_files_to_begin_with_exist() -> None:

@@ -16,6 +16,7 @@ from phalanx.cli.main import main
 from phalanx.cli.run import parse_nodes, parse_workers
 from phalanx.launch import machine
 from phalanx.launch.machine import Answer, Level
+from tests.cluster import PATIENCE
 from tests.observe.synthetic import write_run
 
 pytestmark = pytest.mark.timeout(90)
@@ -89,7 +90,7 @@ def test_a_module_runs_as_python_dash_m_would(tmp_path: Path) -> None:
         env={"PYTHONPATH": str(Path(__file__).parents[2]), "PATH": "/usr/bin:/bin"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=60 * PATIENCE,
     )
     assert done.stdout == "number 7 __main__\n", done.stderr
 

@@ -7,10 +7,10 @@
 import the module it lives in. How it works: docs/design/testing.md.
 """
 
-from tests.cluster.exchange import reserved_port
+from tests.cluster.exchange import PATIENCE, reserved_port
 from tests.cluster.failure import ClusterFailure
 from tests.cluster.fresh import RankOutcome, spawn_ranks
 from tests.cluster.leaks import Leak
 from tests.cluster.pool import run_ranks
 
-__all__ = ["ClusterFailure", "Leak", "RankOutcome", "reserved_port", "run_ranks", "spawn_ranks"]
+__all__ = ["PATIENCE", "ClusterFailure", "Leak", "RankOutcome", "reserved_port", "run_ranks", "spawn_ranks"]

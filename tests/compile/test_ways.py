@@ -74,30 +74,26 @@ def layers() -> tuple[Any, Any]:
 WAYS: tuple[Way, ...] = (outside, inside, in_place, whole_wrapper_in_place, function, forward_method, layers)
 
 
-def train_every_way(rank: int, world: int) -> dict[str, Any]:
+def train_one_way(rank: int, world: int, way: Way) -> tuple[bool, list[str], float]:
     plain = wrap("gpt")
     reference = train(rank, plain, eager(plain))
-    found = {}
-    for way in WAYS:
-        torch._dynamo.reset()
-        wrapper, called = way()
-        trained = train(rank, wrapper, called)
-        explanation = check_one_plan(wrapper)
-        names = [name.replace("_orig_mod.", "") for piece in explanation.pieces for name in piece.params]
-        early = trained.launched_early / (len(wrapper.plan.buckets) - 1)
-        found[way.__name__] = (trained.equals(reference), sorted(names), early)
-    return found
+    torch._dynamo.reset()
+    wrapper, called = way()
+    trained = train(rank, wrapper, called)
+    explanation = check_one_plan(wrapper)
+    names = [name.replace("_orig_mod.", "") for piece in explanation.pieces for name in piece.params]
+    early = trained.launched_early / (len(wrapper.plan.buckets) - 1)
+    return trained.equals(reference), sorted(names), early
 
 
-def test_every_way_of_compiling_gives_the_same_bits_and_keeps_the_overlap() -> None:
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_every_way_of_compiling_gives_the_same_bits_and_keeps_the_overlap(way: Way) -> None:
     every = sorted(name for name, _ in zoo.make("gpt").named_parameters())
-    for found in run_ranks(2, train_every_way):
-        for way, (equal, names, early) in found.items():
-            assert equal, way
-            held = every if way != "layers" else [name for name in every if name.startswith("blocks")]
-            assert names == held, way
-            # Compiled layer by layer, what is around them runs eagerly, after the last compiled backward.
-            assert early >= (1.0 if way != "layers" else 0.3), way
+    for equal, names, early in run_ranks(2, train_one_way, way):
+        assert equal
+        assert names == (every if way is not layers else [name for name in every if name.startswith("blocks")])
+        # Compiled layer by layer, what is around them runs eagerly, after the last compiled backward.
+        assert early >= (1.0 if way is not layers else 0.3)
 
 
 class Counting:

@@ -16,7 +16,7 @@ import pytest
 
 from phalanx import compile as phalanx_compile
 from phalanx.launch.worker import leave
-from tests.cluster import reserved_port, run_ranks
+from tests.cluster import PATIENCE, reserved_port, run_ranks
 
 pytestmark = pytest.mark.timeout(100)
 
@@ -105,7 +105,7 @@ def test_two_hosts_under_torchrun() -> None:
                 [*command, str(EXAMPLES / "two_hosts.py")], env=environ, stdout=subprocess.PIPE, text=True
             )
             hosts.append(started)
-        said = sorted(host.communicate(timeout=80)[0].strip() for host in hosts)
+        said = sorted(host.communicate(timeout=80 * PATIENCE)[0].strip() for host in hosts)
     assert [line[:12] for line in said] == ["rank 0 of 2,", "rank 1 of 2,"]
     assert len({line.rsplit(" ", 1)[1] for line in said}) == 1
 

@@ -15,7 +15,7 @@ import pytest
 from phalanx.errors import ConfigError
 from phalanx.launch.agent import LaunchSettings, Outcome, launch
 from phalanx.launch.rundir import RunDirectory
-from tests.cluster import reserved_port
+from tests.cluster import PATIENCE, reserved_port
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -144,7 +144,7 @@ def test_two_hosts_meet_at_an_endpoint(tmp_path: Path, numbered: bool) -> None:
             command += ["--node-rank", str(number)] if numbered else []
             environ = os.environ | {"PHALANX_SECRET": "a secret of the tests"}
             hosts.append(subprocess.Popen([*command, str(path)], stdout=subprocess.PIPE, text=True, env=environ))
-        said = sorted(host.communicate(timeout=50)[0].strip().split("│ ")[-1] for host in hosts)
+        said = sorted(host.communicate(timeout=50 * PATIENCE)[0].strip().split("│ ")[-1] for host in hosts)
     assert said == ["rank 0 of 2", "rank 1 of 2"] and [host.returncode for host in hosts] == [0, 0]
 
 

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.cluster import PATIENCE
+
 pytestmark = pytest.mark.timeout(60)
 
 FOREVER = """
@@ -64,7 +66,7 @@ class Forever:
     def end(self, number: signal.Signals) -> tuple[float, str]:
         started = time.monotonic()
         self.process.send_signal(number)
-        _, errors = self.process.communicate(timeout=30)
+        _, errors = self.process.communicate(timeout=30 * PATIENCE)
         return time.monotonic() - started, errors
 
 

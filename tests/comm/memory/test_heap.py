@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from phalanx.comm.heap import keep_freed_memory
+from tests.cluster import PATIENCE
 
 PROGRAM = """
 import os, resource, sys, torch
@@ -38,7 +39,9 @@ print(kept, (count() - before) // 5)
 def run(how: str, environ: dict[str, str]) -> tuple[str, int]:
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
     command = [sys.executable, "-c", PROGRAM, how]
-    answer = subprocess.run(command, env={**clean, **environ}, capture_output=True, text=True, check=True, timeout=60)
+    answer = subprocess.run(
+        command, env={**clean, **environ}, capture_output=True, text=True, check=True, timeout=60 * PATIENCE
+    )
     kept, faults = answer.stdout.split()
     return kept, int(faults)
 
