@@ -17,13 +17,14 @@ PEERS_STAMP := $(PEERS)/installed
 SUDO := $(shell test "$$(id -u)" = 0 || echo "sudo -n")
 PURELIB := import sysconfig; print(sysconfig.get_path("purelib"))
 
-.PHONY: help setup browser demo test fuzz check bench bench-peers soak docs clean distclean
+.PHONY: help setup browser demo test fuzz mutants check bench bench-peers soak docs clean distclean
 
 help:
 	@echo "make setup        create .venv and install phalanx into it with everything below needs"
 	@echo "make demo         train a small GPT on two workers and show what happened"
 	@echo "make test         the whole test suite"
 	@echo "make fuzz         training programs drawn at random, against the mean by hand (SECONDS=600 SEED=0)"
+	@echo "make mutants      deliberate mistakes in a copy of the package: does the fuzzer, or a test, notice?"
 	@echo "make browser      install chromium for the tests of the report, where apt and the right to use it are there"
 	@echo "make check        ruff, mypy, import layers, public names"
 	@echo "make bench        side by side with torch's own classes, and a dated report of it"
@@ -59,6 +60,9 @@ test: $(STAMP)
 
 fuzz: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz --seconds $(or $(SECONDS),600) --seed $(or $(SEED),0)
+
+mutants: $(STAMP)
+	$(BIN)/python -m tests.mutants $(ONLY)
 
 check: $(STAMP)
 	$(BIN)/ruff check .

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 import time
 from collections import defaultdict
@@ -13,6 +14,7 @@ from tests.fuzz.program import Program
 from tests.fuzz.runner import Failure, Runner
 from tests.fuzz.script import script_of
 from tests.fuzz.shrink import shrink
+from tests.fuzz.traits import words_of
 
 # Drawn together, so that programs for the same ranks and backend fill a batch.
 CHUNK = 160
@@ -24,7 +26,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="the first seed; the others follow it")
     parser.add_argument("--count", type=int, default=None, help="at most so many programs")
     parser.add_argument("--ranks", type=int, nargs="*", default=None, help="only programs for so many ranks")
-    parser.add_argument("--mode", nargs="*", default=None, help="only programs of these modes")
+    parser.add_argument("--programs", type=int, default=None, help="stop after so many programs that were wanted")
+    parser.add_argument("--with", nargs="*", default=(), dest="words", help="only programs with these words (traits.py)")
+    parser.add_argument("--skip", type=int, nargs="*", default=(), help="not these seeds")
+    parser.add_argument("--first", action="store_true", help="stop at the first failure")
+    parser.add_argument("--every", action="store_true", help="name every failing seed, not only the first of each kind")
     parser.add_argument("--replay", type=int, nargs="*", default=None, help="these seeds and no others")
     parser.add_argument("--shrink-seconds", type=float, default=60.0, help="for each new kind of failure; 0 for none")
     parser.add_argument("--most-kinds", type=int, default=10, help="shrink no more kinds of failures than this")
@@ -37,8 +43,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 count += 1
                 if failure is not None:
                     found[failure.signature].append(failure)
-                    if len(found[failure.signature]) == 1:
+                    if given.every or len(found[failure.signature]) == 1:
                         _report(failure, runner, given.shrink_seconds if len(found) <= given.most_kinds else 0.0)
+                    if given.first:
+                        return 1
             took = time.monotonic() - started
             print(f"{count} programs in {took:.0f} s, {sum(map(len, found.values()))} failed", flush=True)
     for signature, failures in sorted(found.items(), key=lambda item: -len(item[1])):
@@ -50,17 +58,16 @@ def _chunks(given: argparse.Namespace, started: float) -> Iterator[list[Program]
     if given.replay is not None:
         yield [draw(seed) for seed in given.replay]
         return
-    seed, left = given.seed, given.count
-    while time.monotonic() - started < given.seconds and left != 0:
-        size = CHUNK if left is None else min(CHUNK, left)
-        left = None if left is None else left - size
-        programs = [draw(number) for number in range(seed, seed + size)]
-        seed += size
-        yield [p for p in programs if _is_wanted(p, given)]
+    seeds = itertools.count(given.seed) if given.count is None else range(given.seed, given.seed + given.count)
+    wanted = (program for program in map(draw, seeds) if _is_wanted(program, given))
+    wanted = itertools.islice(wanted, given.programs)
+    while time.monotonic() - started < given.seconds and (chunk := list(itertools.islice(wanted, CHUNK))):
+        yield chunk
 
 
 def _is_wanted(program: Program, given: argparse.Namespace) -> bool:
-    return (given.ranks is None or program.ranks in given.ranks) and (given.mode is None or program.mode in given.mode)
+    fits = given.ranks is None or program.ranks in given.ranks
+    return fits and program.seed not in given.skip and words_of(program).issuperset(given.words)
 
 
 def _report(failure: Failure, runner: Runner, limit_s: float) -> None:

@@ -1,0 +1,35 @@
+"""The mutations fit the code, and the machinery tells caught from missed. Whether they are caught: `make mutants`."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from tests.fuzz.draw import draw
+from tests.fuzz.traits import words_of
+from tests.mutants.catalogue import MUTATIONS, Mutation, Unmatched, mutated
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
+def test_a_mutation_fits_the_code_as_it_is(mutation: Mutation) -> None:
+    source = mutated(mutation, (ROOT / mutation.file).read_text())
+    ast.parse(source)
+    assert all((ROOT / file).exists() for file in mutation.tests)
+
+
+def test_names_are_different_and_words_are_drawn() -> None:
+    assert len({mutation.name for mutation in MUTATIONS}) == len(MUTATIONS)
+    drawn = {word for seed in range(2000) for word in words_of(draw(seed))}
+    assert {word for mutation in MUTATIONS for word in mutation.words} <= drawn
+
+
+def test_text_that_is_gone_or_occurs_twice_is_refused() -> None:
+    mutation = Mutation("nothing", "file.py", "x = 1\n", "x = 2\n")
+    assert mutated(mutation, "x = 1\ny = 1\n") == "x = 2\ny = 1\n"
+    for source in ("y = 1\n", "x = 1\nx = 1\n"):
+        with pytest.raises(Unmatched, match="tests/mutants/catalogue"):
+            mutated(mutation, source)
