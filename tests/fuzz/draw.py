@@ -5,6 +5,7 @@ What the program is about has been decided before, in `traits.py`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from tests.fuzz import events as ev
@@ -52,9 +53,15 @@ class _Draw(Traits):
         # (part, since step, ranks, place, how)
         hows = ("", "reentrant", "reentrant") if "nested" in self.kinds else ("", "recomputed")
         self.again = []
-        if "again" in self.kinds:
-            for _ in range(self.chance.choice((1, 2))):
-                self.again.append((*self._use(), self.chance.random(), self.chance.choice(hows)))
+        for _ in range(self.chance.choice((1, 2)) if "again" in self.kinds else 0):
+            part, since, ranks = self._use()
+            if "nested" in self.kinds and self.often(0.5):
+                # The worst case: the plain use, last in forward, is first in backward, and sends the bucket off.
+                self.nested = [use for use in self.nested if use[0] != part]
+                self.again.append((part, since, ranks, 0.0, "reentrant"))
+            else:
+                self.again.append((part, since, ranks, self.chance.random(), self.chance.choice(hows)))
+        self.is_nested = bool(self.nested) or any(use[4] == "reentrant" for use in self.again)
         # What a static graph or a dropped parameter leaves out, it leaves out from the first step to the last.
         self.always_unused = {part for part in others if self.options.get("skip_unused") and self.often(0.3)}
         self.some = some
@@ -105,7 +112,7 @@ class _Draw(Traits):
             events.append(ev.Listen(self.chance.choice((1, 2, 3)), self.often(0.3, "scale")))
         for step in range(self.num_steps):
             events += self.draw_around(step)
-            events += self.draw_step(step)
+            events += self.draw_step(step, events)
         options = {name: value for name, value in self.options.items() if value not in (None, False)}
         return Program(
             seed=self.seed,
@@ -118,8 +125,8 @@ class _Draw(Traits):
             **options,
         )
 
-    def draw_step(self, step: int) -> list[Any]:
-        zero, kept = self.draw_zero(step), []
+    def draw_step(self, step: int, events: Sequence[Any]) -> list[Any]:
+        zero, kept = self.draw_zero(events), []
         if "join" in self.kinds and step and self.often(0.4):
             return [zero or ev.Zero(), self.draw_join(step)]
         found = [zero] if zero else []
@@ -136,7 +143,10 @@ class _Draw(Traits):
         steps = self.mode.startswith("overlapped") or "accumulate" not in self.kinds or self.often(0.6)
         return [*found, *kept, *([ev.Step(clip)] if steps else [])]
 
-    def draw_zero(self, step: int) -> Any:
+    def draw_zero(self, events: Sequence[Any]) -> Any:
+        # A failed backward has been zeroed already, in a way that another zeroing would hide.
+        if events and isinstance(events[-1], ev.Fail) and self.often(0.7):
+            return None
         if "accumulate" in self.kinds and self.often(0.5):
             return None
         via = self.chance.choice(("module", "wrapper", "optimizer"))
@@ -150,7 +160,9 @@ class _Draw(Traits):
         forms = [kind for kind in FORMS if kind in self.kinds]
         form = self.chance.choice(forms) if forms and self.often(0.6) else "plain"
         peek = None
-        if form == "plain" and "saliency" in self.kinds and self.often(0.5):
+        # A static graph stays nested; and autograd.grad cannot go through a reentrant checkpoint.
+        may_peek = not (self.options["static"] and self.is_nested)
+        if form == "plain" and "saliency" in self.kinds and may_peek and self.often(0.5):
             peek = self.chance.choice((ev.EVERY_RANK, *range(self.ranks)))
         nested = form != "penalty" and peek is None
         common = {"data": self.fresh(), "routes": self.draw_routes(step, nested), "sync": sync}
@@ -168,7 +180,7 @@ class _Draw(Traits):
             case "hidden":
                 return ev.Hidden(**common, where=self.chance.choice(("object", "beside", "aux")))
             case "inner":
-                return ev.Inner(**common)
+                return ev.Inner(**common, alone=self.often(0.5))
         return ev.Backward(**common, peek=peek)
 
     def draw_around(self, step: int) -> list[Any]:

@@ -108,7 +108,7 @@ class Penalty(Pass):
     def run(self, job: Any) -> Run:
         loss = loss_of((yield from self.out(job)))
         (grad,) = torch.autograd.grad(loss, job.x, create_graph=True)
-        penalty = (grad.norm(dim=1) - 1).square().sum()
+        penalty = (grad.square().sum(1) - 1).square().sum()  # no root, whose slope at zero is infinite
         yield from self.back(job, penalty if self.alone else loss + penalty)
 
 
@@ -127,10 +127,16 @@ class Hidden(Pass):
 
 @dataclass(frozen=True, repr=False)
 class Inner(Pass):
-    """The model runs a backward of its own inside forward, before the usual one."""
+    """The model runs a backward of its own inside forward; then the usual one follows, unless it is `alone`."""
+
+    alone: bool = True
 
     def run(self, job: Any) -> Run:
-        yield from self.back(job, loss_of((yield from self.out(job, inner=True))))
+        out = yield from self.out(job, inner=True)
+        if self.alone:
+            yield from job.ran_backward(self.sync)
+        else:
+            yield from self.back(job, loss_of(out))
 
 
 @dataclass(frozen=True, repr=False)

@@ -111,11 +111,16 @@ class Wrapped:
                 break
         yield from ()
 
+    def ran_backward(self, sync: bool) -> Iterator[Any]:
+        """The model has run a backward of its own."""
+        yield from ()
+
     def fail(self, loss: torch.Tensor) -> None:
         self._release_kept()
         try:
             loss.backward()
         except ArithmeticError:
+            self.heard.clear()
             return
         raise AssertionError("the backward that was to raise midway did not")
 
@@ -137,6 +142,8 @@ class Wrapped:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), norm)
 
     def step(self) -> None:
+        if dict(self.program.zero).get("stage") == 2:
+            self._placed = []  # the step frees gradients
         if self.program.mode != "in_backward":
             self.optimizer.step()
 

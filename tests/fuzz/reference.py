@@ -6,6 +6,7 @@ of phalanx is used here, and nothing of torch.distributed.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -106,6 +107,12 @@ class Alone:
             yield Mean(weight)
             self._reduced()
 
+    def ran_backward(self, sync: bool) -> Iterator[Any]:
+        self._harvest()
+        if sync:
+            yield Mean()
+            self._reduced()
+
     def _harvest(self) -> None:
         for low in self._low:
             for full, param in zip(self.params, low.parameters(), strict=True):
@@ -121,7 +128,17 @@ class Alone:
                 self.optimizer.zero_grad()
 
     def fail(self, loss: torch.Tensor) -> None:
-        """A backward that raises changes nothing that outlives the zeroing after it."""
+        """A backward that raises leaves no gradient behind; what it recomputed may have changed buffers."""
+        held = [None if p.grad is None else p.grad.clone() for p in self.params]
+        fired = list(self.fired)
+        with contextlib.suppress(ArithmeticError):
+            loss.backward()
+        self.fired = fired
+        self.heard.clear()
+        for param, grad in zip(self.params, held, strict=True):
+            param.grad = grad
+        for low in self._low:
+            low.zero_grad()
 
     def zero(self, how: str, via: str) -> None:
         self.model.zero_grad(set_to_none=how == "none")

@@ -244,7 +244,7 @@ def _pass_lines(event: Any) -> list[str]:
             return [*lines, *(_backward(event, 'loss_of(out["all"])') if rest else [])]
         case events.Penalty(alone=alone):
             lines = [f"x, out = {_forward(event)}", "(grad,) = torch.autograd.grad(loss_of(out), x, create_graph=True)"]
-            lines.append("penalty = (grad.norm(dim=1) - 1).square().sum()")
+            lines.append("penalty = (grad.square().sum(1) - 1).square().sum()")
             return [*lines, *_backward(event, "penalty" if alone else "(loss_of(out) + penalty)")]
         case events.Hidden(where=where):
             seen = {"object": "out", "beside": "out[0]", "aux": "model.aux"}[where]
@@ -253,8 +253,8 @@ def _pass_lines(event: Any) -> list[str]:
             lines = [f"loss = loss_of({_forward(event, boom=at)}[1])", "try:", "    loss.backward()"]
             lines += ["except ArithmeticError:", "    pass"]
             return [*lines, f"model.zero_grad(set_to_none={how == 'none'})"]
-        case events.Inner():
-            return [f"x, out = {_forward(event, inner=True)}", *_backward(event, "loss_of(out)")]
+        case events.Inner(alone=alone):
+            return [f"x, out = {_forward(event, inner=True)}", *([] if alone else _backward(event, "loss_of(out)"))]
     lines = [f"x, out = {_forward(event)}", "loss = loss_of(out)"]
     if event.peek is not None:
         lines.append(f"if {event.peek} in ({events.EVERY_RANK}, rank):")

@@ -154,6 +154,7 @@ EVERYTHING = (
     ev.Hidden(12, (ROUTE,), where="aux", weights=(1.0, 3.0)),
     ev.Hidden(12, (ROUTE,)),
     ev.Inner(13, (ROUTE,)),
+    ev.Inner(13, (ROUTE,), alone=False),
     ev.Join(14, (ROUTE,), counts=(1, 2), dropped=(0,)),
     ev.Freeze(0),
     ev.Backward(17, (ROUTE,)),

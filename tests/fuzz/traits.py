@@ -22,7 +22,9 @@ KINDS_OF_DTYPE = {
     "float16": ("Wide", "Biased", "Words", "Tied", "Odd"),
     "complex64": ("Wide", "Biased"),
 }
-MODES = {"plain": 10, "zero": 3, "overlapped": 4, "overlapped_later": 4, "in_backward": 1}
+# Compiling takes a second or two, where another program takes a tenth of one.
+MODES = {"plain": 10, "zero": 3, "overlapped": 4, "overlapped_later": 4, "in_backward": 1, "compiled": 0.12}
+COMPILED_KINDS = {"no_sync", "zeros", "accumulate", "rate", "weights", "clip", "two_forwards", "twice", "keep"}
 # How often a kind of event is among those that a seed allows.
 KINDS = {
     "no_sync": 3,
@@ -146,7 +148,7 @@ class Traits:
                 zero["parameters_as_bucket_view"] = True
             self.options["optimizer_first"] = self.often(0.3)
         self.zero = zero
-        if self.often(0.12, "mixed") and self.mode != "in_backward":
+        if self.often(0.12, "mixed") and self.mode not in ("in_backward", "compiled"):
             self.options["mixed"] = self.chance.choice(
                 (("bfloat16", None), ("bfloat16", "float32"), ("float16", "float32"), (None, "bfloat16"))
             )
@@ -156,14 +158,16 @@ class Traits:
 
     def draw_parts(self) -> tuple[Part, ...]:
         kinds = ["Wide", "Biased", "Words", "Tied", "Odd", "Frozen", "Unannounced"]
-        if "mixed" not in self.options:
+        if self.mode == "compiled":
+            kinds = kinds[:4]
+        elif "mixed" not in self.options:
             kinds += ["Conv"]
             scatters = self.mode.startswith("overlapped") and self.zero.get("partition") != "parameter"
             if not scatters and "shared_parameters" not in self.zero:
                 kinds += ["SparseWords"]
         palette = self.chance.sample(kinds, self.chance.choice((1, 2, 3)))
         dtypes = ["float32"] * 2
-        if "mixed" not in self.options:
+        if "mixed" not in self.options and self.mode != "compiled":
             other = next(iter(self.theme & set(ITEM_BYTES)), None) or self.chance.choice(list(ITEM_BYTES))
             dtypes += [other] * (3 if other in self.theme else self.chance.choice((0, 0, 1)))
             palette += ["Wide"] if other in self.theme else []
@@ -226,6 +230,9 @@ class Traits:
         linear = (*LINEAR_OPTIMIZERS, "adagrad")  # which divides by the root of a sum that begins at 0.1
         if self.mode.startswith("overlapped") and rounds and options["optimizer"] not in linear:
             options["optimizer"] = self.chance.choice(LINEAR_OPTIMIZERS)
+        # The others divide by a root that vanishes in 16 bits.
+        if any(part.dtype == "float16" for part in self.parts) and options["optimizer"] not in LINEAR_OPTIMIZERS:
+            options["optimizer"] = self.chance.choice(LINEAR_OPTIMIZERS)
         # A rank that has run out of inputs does not step a plain optimizer, so that its state falls behind.
         if "join" in self.kinds and self.mode == "plain":
             options["optimizer"] = "sgd"
@@ -239,6 +246,8 @@ class Traits:
             *(("nested", "again", "recomputed") if options.get("static") else ()),
         ):
             return False  # both promise that every step is like the first
+        if self.mode == "compiled" and kind not in COMPILED_KINDS:
+            return False
         if kind in SEVERAL_BACKWARDS and in_backward:
             return False
         # The weight may be updated before a nested backward recomputes with it, or another derivative needs it.
@@ -259,7 +268,7 @@ class Traits:
             "keep": not options["views"],
             "place": not is_sparse,
             "clip": not is_sparse and not in_backward,
-            "retype": all(part.dtype == "float32" for part in self.parts) and not shared,
+            "retype": all(part.dtype == "float32" for part in self.parts) and self.mode in ("plain", "zero") and not shared,
             "reload": not shared or self.mode == "in_backward",
             "join": "Conv" not in kinds and self.mode != "in_backward",
             "accumulate": not self.mode.startswith("overlapped") and self.zero.get("stage") != 2,
