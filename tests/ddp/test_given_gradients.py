@@ -1,4 +1,4 @@
-"""A mean may be given out as memory of its bucket; nobody can tell, except by the time it saves."""
+"""How a mean becomes `.grad`: as a copy, a view or the bucket's own memory; nobody can tell, whatever he does with it."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import phalanx
+from phalanx.comm import hooks
 from tests.cluster import run_ranks
+from tests.ddp.by_hand import assert_mean, everywhere, inputs, mean_by_hand, unwrapped, widths
 
-WIDTH = 256  # a weight of 256 KiB, large enough to be lent
+WIDTH = 256  # a weight of 256 KiB, large enough for its mean to be given out as the bucket's own memory
 
 
 def make(rank: int) -> nn.Module:
@@ -30,7 +32,7 @@ def backward(model: nn.Module, rank: int, step: int) -> None:
 
 
 def settle(model: nn.Module, rank: int) -> None:
-    """Two steps: afterwards the plan stands and memory has been lent once."""
+    """Two steps: afterwards the plan stands, and memory of buckets has been given out once."""
     for step in range(2):
         model.zero_grad()
         backward(model, rank, step)
@@ -174,7 +176,7 @@ def compare(rank: int, world: int, habit: Callable[[nn.Module, int], list[torch.
         assert torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize("backend", ["gloo", "phalanx"])
+@everywhere
 @pytest.mark.parametrize("habit", HABITS, ids=lambda habit: habit.__name__)
 def test_gradients_are_what_torch_gives_whatever_users_do_with_them(backend: str, habit: Any) -> None:
     run_ranks(2, compare, habit, backend=backend)
@@ -199,12 +201,12 @@ def watch_memory(rank: int, world: int) -> tuple[bool, bool, bool]:
     return reused, moved, again
 
 
-def test_memory_is_lent_again_once_nobody_holds_it() -> None:
+def test_memory_is_used_again_once_nobody_holds_it() -> None:
     assert run_ranks(2, watch_memory) == [(True, True, True)] * 2
 
 
 class Sometimes(nn.Module):
-    """Whether the second layer is used is set from outside; both gradients are large enough to be lent."""
+    """Whether the second layer is used is set from outside; both gradients are large."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -238,7 +240,7 @@ def leave_unused(rank: int, world: int, keep: bool) -> None:
         del after
 
 
-@pytest.mark.parametrize("backend", ["gloo", "phalanx"])
+@everywhere
 @pytest.mark.parametrize("keep", [False, True])
 def test_a_gradient_that_no_rank_uses_now_stays_to_the_bit(backend: str, keep: bool) -> None:
     run_ranks(3, leave_unused, keep, backend=backend)
@@ -261,7 +263,7 @@ def watch_backward(rank: int, world: int) -> tuple[int, int]:
     return found[0], found[2]
 
 
-@pytest.mark.parametrize("backend", ["gloo", "phalanx"])
+@everywhere
 def test_gradients_are_freed_while_backward_goes_on(backend: str) -> None:
     assert run_ranks(2, watch_backward, backend=backend) == [(5, 0)] * 2
 
@@ -272,7 +274,7 @@ def recover(rank: int, world: int) -> list[torch.Tensor]:
     return gives_up_midway(model, rank)
 
 
-@pytest.mark.parametrize("backend", ["gloo", "phalanx"])
+@everywhere
 def test_a_backward_given_up_midway_leaves_nothing_in_the_next(backend: str) -> None:
     expected = run_ranks(2, alone_after_giving_up)
     for ours in run_ranks(2, recover, backend=backend):
@@ -301,7 +303,7 @@ def differ(rank: int, world: int) -> list[torch.Tensor]:
     return [param.grad.clone() for param in model.parameters()]
 
 
-@pytest.mark.parametrize("backend", ["gloo", "phalanx"])
+@everywhere
 def test_ranks_may_differ_in_what_they_keep(backend: str) -> None:
     first, second = run_ranks(2, differ, backend=backend)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
@@ -319,22 +321,116 @@ class Crossed(nn.Module):
 
 
 def replace_plan(rank: int, world: int) -> tuple[bool, bool]:
-    """Whether the plan was replaced, and whether every old bucket was gone before the new ones were made."""
+    """Whether the plan was replaced, and whether every old bucket was gone before a new one took memory."""
     model = phalanx.DistributedDataParallel(Crossed(), bucket_cap_mb=0.1)
     reducer = model.reducer
     old, plan = [weakref.ref(bucket) for bucket in reducer.buckets], reducer.plan.hash
     alive: list[int] = []
-    allocate = reducer._allocate
+    allocate = reducer.strategy.allocate
 
-    def watched(new: Any) -> Any:
-        alive.append(sum(bucket() is not None for bucket in old))
-        return allocate(new)
+    def watched(*args: Any) -> torch.Tensor:
+        if reducer.plan.hash != plan:
+            alive.append(sum(bucket() is not None for bucket in old))
+        return allocate(*args)
 
-    reducer._allocate = watched
-    backward(model, rank, 0)
-    return reducer.plan.hash != plan, alive == [0]
+    reducer.strategy.allocate = watched
+    for step in range(2):
+        model.zero_grad()
+        backward(model, rank, step)
+    return reducer.plan.hash != plan, alive == [0] * len(reducer.buckets)
 
 
 @pytest.mark.parametrize("world", [1, 3])
-def test_buckets_of_a_replaced_plan_are_freed_before_new_ones_are_made(world: int) -> None:
+def test_buckets_of_a_replaced_plan_are_freed_before_new_ones_take_memory(world: int) -> None:
     assert run_ranks(world, replace_plan) == [(True, True)] * world
+
+
+# -- with a hook -----------------------------------------------------------------------------------
+
+
+def keep_beside_a_hook(rank: int, world: int, width: int, name: str) -> list[str]:
+    """The names of the gradients that a later step has overwritten."""
+    torch.manual_seed(3)
+    layers = nn.Sequential(nn.Linear(width, width), nn.Linear(width, width))
+    model = phalanx.DistributedDataParallel(layers, bucket_cap_mb=0.3)
+    model.register_comm_hook(None, getattr(hooks, name))
+    kept = []
+    for step in range(5):
+        model.zero_grad()
+        model(inputs(step, rank, width)).square().mean().backward()
+        kept += [(f"step {step}: {n}", p.grad, p.grad.clone()) for n, p in layers.named_parameters()]
+    return [name for name, grad, copy in kept if not torch.equal(grad, copy)]
+
+
+@everywhere
+@widths
+@pytest.mark.parametrize("name", ["allreduce_hook", "bf16_compress_hook"])
+def test_a_gradient_that_is_kept_beside_a_hook_is_not_overwritten(name: str, width: int, backend: str) -> None:
+    assert run_ranks(2, keep_beside_a_hook, width, name, backend=backend) == [[], []]
+
+
+# -- moved by the user -----------------------------------------------------------------------------
+
+
+def replace_each(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[nn.Module], None]:
+    def replace(model: nn.Module) -> None:
+        for param in model.parameters():
+            param.grad = change(param.grad)
+
+    return replace
+
+
+def assign_data(model: nn.Module) -> None:
+    for param in model.parameters():
+        param.grad.data = torch.zeros_like(param)
+
+
+MOVES: dict[str, Callable[[nn.Module], Any]] = {
+    "double": lambda model: model.double(),
+    "bfloat16 and back": lambda model: model.bfloat16().float(),
+    "channels_last": lambda model: model.to(memory_format=torch.channels_last),
+    "clones": replace_each(torch.clone),
+    "data": assign_data,
+}
+
+
+class Convolved(nn.Module):
+    """A small convolution, and one whose weight has more than 64 KiB."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.small, self.large = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 256, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.large(self.small(x))
+
+
+def move(rank: int, world: int, how: str, views: bool, zeroed: str) -> None:
+    """Gradients are there when the model is moved, and zeroed afterwards, or not at all."""
+    model = Convolved()
+    plain = unwrapped(model)
+    wrapped = phalanx.DistributedDataParallel(model, gradient_as_bucket_view=views, bucket_cap_mb=0.05)
+
+    def loss(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(100 * step + rank)
+        x = torch.randn(2, 3, 6, 6, generator=generator)
+        return model(x.to(next(model.parameters()).dtype)).square().mean()
+
+    for step in range(4):
+        wrapped.zero_grad()
+        if step == 2:
+            loss(wrapped, 20, rank).backward()
+            MOVES[how](wrapped)
+            MOVES[how](plain) if how not in ("clones", "data") else None
+            wrapped.zero_grad(set_to_none=zeroed == "to none")
+        loss(wrapped, step, rank).backward()
+        assert_mean(model, mean_by_hand(plain, world, lambda m, r, step=step: loss(m, step, r)))
+
+
+@everywhere
+@pytest.mark.parametrize("zeroed", ["to none", "to zeros"])
+@pytest.mark.parametrize("views", [False, True], ids=["copies", "views"])
+@pytest.mark.parametrize("how", MOVES)
+def test_a_model_may_be_moved_while_it_has_gradients(how: str, views: bool, zeroed: str, backend: str) -> None:
+    run_ranks(2, move, how, views, zeroed, backend=backend)

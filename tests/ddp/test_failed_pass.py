@@ -1,0 +1,262 @@
+"""A backward that raises midway: on all ranks training goes on, on some every rank hears of it, and nobody hangs."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import nn, optim
+
+import phalanx
+from phalanx.comm.hooks import allreduce_hook
+from tests.cluster import run_ranks
+from tests.ddp.by_hand import alike, assert_mean, everywhere, inputs, mean_by_hand, unwrapped, widths
+
+pytestmark = pytest.mark.timeout(60)
+
+DEPTH = 5
+
+
+class BrokenLayer(ArithmeticError):
+    """What the tests raise in backward."""
+
+
+class _Breaks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        raise BrokenLayer("on purpose")
+
+
+class Deep(nn.Module):
+    """The backward raises before it reaches layer `breaks_at`; the later ones have their gradients by then."""
+
+    def __init__(self, width: int, words: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(DEPTH))
+        self.words = nn.Embedding(30, width, sparse=True) if words else None
+        self.breaks_at: int | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number, layer in enumerate(self.layers):
+            x = torch.tanh(layer(x))
+            if self.words is not None and number in (0, DEPTH - 1):
+                x = x + self.words(torch.arange(4) + number)
+            if number == self.breaks_at:
+                x = _Breaks.apply(x)
+        return x
+
+
+def loss_of(model: nn.Module, step: int, rank: int, width: int) -> torch.Tensor:
+    return model(inputs(step, rank, width)).square().mean()
+
+
+def break_once(wrapped: Any, rank: int, width: int, breaks_at: int, step: int = 50) -> None:
+    wrapped.module.breaks_at = breaks_at
+    with pytest.raises(BrokenLayer):
+        loss_of(wrapped, step, rank, width).backward()
+    wrapped.module.breaks_at = None
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "copies": {},
+    "views": {"gradient_as_bucket_view": True},
+    "hook": {"hook": True},
+    "sparse": {"words": True},
+    "static graph": {"static_graph": True},
+}
+
+
+def made(width: int, way: str) -> tuple[Deep, nn.Module, Any]:
+    options = dict(WAYS[way])
+    hook, words = options.pop("hook", False), options.pop("words", False)
+    model = Deep(width, words)
+    plain = unwrapped(model)
+    # A bucket per layer: where the backward raises decides how many have left.
+    cap_mb = (width + 1) * width * 4 / 2**20
+    wrapped = phalanx.DistributedDataParallel(model, bucket_cap_mb=cap_mb, **options)
+    if hook:
+        wrapped.register_comm_hook(None, allreduce_hook)
+    return model, plain, wrapped
+
+
+def raise_everywhere(rank: int, world: int, width: int, way: str, to_none: bool) -> None:
+    """In the first pass, amid training, and twice in a row; at another layer on each rank."""
+    model, plain, wrapped = made(width, way)
+    for step in range(5):
+        for turn in range({0: 1, 3: 1, 4: 2}.get(step, 0)):
+            wrapped.zero_grad(set_to_none=to_none)
+            break_once(wrapped, rank, width, 1 + rank * (2 - turn))
+        wrapped.zero_grad(set_to_none=to_none)
+        loss_of(wrapped, step, rank, width).backward()
+        assert_mean(model, mean_by_hand(plain, world, lambda m, r, step=step: loss_of(m, step, r, width)))
+
+
+@everywhere
+@widths
+@pytest.mark.parametrize("to_none", [True, False], ids=["to none", "to zeros"])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_backward_that_raises_on_all_ranks_leaves_nothing_in_the_next(
+    way: str, to_none: bool, width: int, backend: str
+) -> None:
+    run_ranks(2, raise_everywhere, width, way, to_none, backend=backend)
+
+
+def raise_before_the_first_gradient(rank: int, world: int, width: int, way: str) -> None:
+    """Rank 1 reaches its output and no parameter, or of a static graph no bucket's last one; rank 0 gets further."""
+    model, plain, wrapped = made(width, way)
+    for step in range(4):
+        if step in (0, 2):
+            wrapped.zero_grad()
+            break_once(wrapped, rank, width, DEPTH - 1 if rank == 1 else 1)
+        wrapped.zero_grad()
+        loss_of(wrapped, step, rank, width).backward()
+        assert_mean(model, mean_by_hand(plain, world, lambda m, r, step=step: loss_of(m, step, r, width)))
+
+
+@everywhere
+@widths
+@pytest.mark.parametrize("way", ["copies", "views", "static graph"])
+def test_some_of_the_ranks_may_have_raised_before_their_first_gradient(way: str, width: int, backend: str) -> None:
+    run_ranks(2, raise_before_the_first_gradient, width, way, backend=backend)
+
+
+def not_zeroed(rank: int, world: int, width: int, views: bool) -> None:
+    """Nobody zeroes: the gradients of the last good backward, which the broken one had not reached, are still there."""
+    model, plain, wrapped = made(width, "views" if views else "copies")
+    for step in range(2):
+        wrapped.zero_grad()
+        loss_of(wrapped, step, rank, width).backward()
+    kept = [param.grad.clone() for param in model.layers[0].parameters()]
+    break_once(wrapped, rank, width, 1)
+    if not views:
+        assert all(map(torch.equal, kept, (param.grad for param in model.layers[0].parameters())))
+    wrapped.zero_grad()
+    loss_of(wrapped, 2, rank, width).backward()
+    assert_mean(model, mean_by_hand(plain, world, lambda m, r: loss_of(m, 2, r, width)))
+
+
+@everywhere
+@widths
+@pytest.mark.parametrize("views", [False, True], ids=["copies", "views"])
+def test_gradients_that_a_broken_backward_did_not_reach_are_still_there(views: bool, width: int, backend: str) -> None:
+    run_ranks(2, not_zeroed, width, views, backend=backend)
+
+
+def raise_in_microbatch(rank: int, world: int, width: int) -> None:
+    """In a backward that is not reduced: nothing had begun, so nothing has to be made good."""
+    model, plain, wrapped = made(width, "copies")
+    for step in range(3):
+        wrapped.zero_grad()
+        if rank == 0 and step == 1:
+            with wrapped.no_sync():
+                break_once(wrapped, rank, width, 2)
+            wrapped.zero_grad()
+        loss_of(wrapped, step, rank, width).backward()
+        assert_mean(model, mean_by_hand(plain, world, lambda m, r, step=step: loss_of(m, step, r, width)))
+
+
+@widths
+def test_a_backward_that_raises_under_no_sync_concerns_nobody_else(width: int) -> None:
+    run_ranks(2, raise_in_microbatch, width)
+
+
+# -- on some ranks ---------------------------------------------------------------------------------
+
+
+def raise_on_one(rank: int, world: int, width: int, way: str, at_step: int) -> tuple[str, float]:
+    _, _, wrapped = made(width, way)
+    for step in range(at_step):
+        wrapped.zero_grad()
+        loss_of(wrapped, step, rank, width).backward()
+    wrapped.zero_grad()
+    started = time.monotonic()
+    if rank == 1:
+        break_once(wrapped, rank, width, 2, at_step)
+    with pytest.raises(phalanx.PhalanxError) as raised:
+        # The others are in the backward that rank 1 has left, and rank 1 hears of it at its next forward.
+        loss_of(wrapped, at_step, rank, width).backward()
+    return str(raised.value), time.monotonic() - started
+
+
+@everywhere
+@widths
+@pytest.mark.parametrize("at_step", [0, 2])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_backward_that_raises_on_one_rank_only_is_an_error_on_every_rank(
+    way: str, at_step: int, width: int, backend: str
+) -> None:
+    for rank, (message, seconds) in enumerate(run_ranks(3, raise_on_one, width, way, at_step, backend=backend)):
+        assert message.startswith(f"rank {rank}: step {at_step}") and "backward of some ranks raised midway" in message
+        assert seconds < 20
+
+
+# -- with ZeRO -------------------------------------------------------------------------------------
+
+
+def overlapped(wrapped: Any, **options: Any) -> Any:
+    return phalanx.ZeroRedundancyOptimizer(wrapped.parameters(), optim.SGD, lr=0.1, overlap_with_ddp=True, **options)
+
+
+def raise_before_steps(rank: int, world: int, width: int, options: dict[str, Any], to_none: bool) -> None:
+    model, plain, wrapped = made(width, "copies")
+    zero, by_hand = overlapped(wrapped, step_in_backward=False, **options), optim.SGD(plain.parameters(), lr=0.1)
+    for step in range(4):
+        if step in (0, 2, 3):
+            zero.zero_grad(set_to_none=to_none)
+            break_once(wrapped, rank, width, 1 + 2 * rank)
+        zero.zero_grad(set_to_none=to_none)
+        loss_of(wrapped, step, rank, width).backward()
+        zero.step()
+        means = mean_by_hand(plain, world, lambda m, r, step=step: loss_of(m, step, r, width))
+        for param, mean in zip(plain.parameters(), means, strict=True):
+            param.grad = None if mean is None else mean.float()
+        by_hand.step()
+        for param, want in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(param, want)
+            assert alike(param)
+
+
+@everywhere
+@widths
+@pytest.mark.parametrize("to_none", [True, False], ids=["to none", "to zeros"])
+@pytest.mark.parametrize("options", [{}, {"stage": 2}, {"partition": "parameter"}], ids=str)
+def test_a_backward_that_raises_on_all_ranks_before_any_update_can_be_followed_by_another(
+    options: dict[str, Any], to_none: bool, width: int, backend: str
+) -> None:
+    run_ranks(2, raise_before_steps, width, options, to_none, backend=backend)
+
+
+def raise_amid_updates(rank: int, world: int, width: int, options: dict[str, Any]) -> list[str]:
+    _, _, wrapped = made(width, "copies")
+    zero = overlapped(wrapped, **options)
+    for step in range(2):
+        zero.zero_grad()
+        loss_of(wrapped, step, rank, width).backward()
+    zero.zero_grad()
+    break_once(wrapped, rank, width, 0)
+    said = []
+    for _ in range(2):
+        zero.zero_grad()
+        with pytest.raises(phalanx.PhalanxError) as raised:
+            loss_of(wrapped, 2, rank, width).backward()
+        said.append(str(raised.value))
+    # Torch keeps the nodes of a backward that a hook has ended until the next one; with them the model and its memory.
+    torch.ones(1, requires_grad=True).sum().backward()
+    return said
+
+
+@everywhere
+@widths
+@pytest.mark.parametrize("options", [{}, {"stage": 2}], ids=str)
+def test_parameters_that_are_between_two_steps_are_refused_for_good(
+    options: dict[str, Any], width: int, backend: str
+) -> None:
+    for said in run_ranks(2, raise_amid_updates, width, options, backend=backend):
+        assert all("between two steps" in message and "Load a checkpoint" in message for message in said)
