@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import phalanx
 from tests.cluster import run_ranks
@@ -140,6 +141,45 @@ def change_unused(rank: int, world: int, views: bool) -> None:
 @pytest.mark.parametrize("views", [False, True], ids=["copies", "views"])
 def test_gradients_that_nobody_used_stay_what_each_rank_made_of_them(views: bool, backend: str) -> None:
     run_ranks(2, change_unused, views, backend=backend)
+
+
+class Again(nn.Module):
+    """`twice` gets gradient twice, by nested backwards if asked to: while its bucket waits for `slow`, or around that."""
+
+    def __init__(self, width: int, around: bool) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.around = around
+        self.slow, self.twice = nn.Linear(width, width, bias=False), nn.Linear(width, width, bias=False)
+
+    def forward(self, x: torch.Tensor, nested: bool) -> torch.Tensor:
+        for layer in (self.twice, self.slow, self.twice) if self.around else (self.slow, self.twice, self.twice):
+            x = torch.tanh(checkpoint(layer, x, use_reentrant=True) if nested else layer(x))
+        return x
+
+
+def come_late(rank: int, world: int, width: int, views: bool, around: bool) -> None:
+    model = Again(width, around)
+    plain = unwrapped(model)
+    wrapped = phalanx.DistributedDataParallel(model, bucket_cap_mb=25, gradient_as_bucket_view=views)
+
+    def loss(m: nn.Module, step: int, rank: int) -> torch.Tensor:
+        return m(inputs(step, rank, width).requires_grad_(), step >= 2).square().mean()
+
+    for step in range(5):
+        wrapped.zero_grad()
+        loss(wrapped, step, rank).backward()
+        assert_mean(model, mean_by_hand(plain, world, lambda m, r, step=step: loss(m, step, r)))  # type: ignore[misc]
+
+
+@everywhere
+@widths
+@pytest.mark.parametrize("views", [False, True], ids=["copies", "views"])
+@pytest.mark.parametrize("around", [False, True], ids=["before", "after"])
+def test_what_comes_late_before_or_after_the_last_bucket_is_full_is_in_the_mean(
+    around: bool, views: bool, width: int, backend: str
+) -> None:
+    run_ranks(2, come_late, width, views, around, backend=backend)
 
 
 def add_up_losses(rank: int, world: int, last_is_reduced: bool) -> int:

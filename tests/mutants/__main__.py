@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import queue
+import signal
 import sys
 import tempfile
 import time
@@ -47,10 +48,11 @@ class Trial:
     def __init__(self, folder: Path, jobs: int, programs: int, limit_s: float) -> None:
         self.programs = programs
         self.known: dict[str, list[str]] = json.loads(CAUGHT.read_text()) if CAUGHT.exists() else {}
-        self.pristine = Pristine(Scratch(folder / "pristine", limit_s))
+        self._copies = [Scratch(folder / str(number), limit_s) for number in range(jobs + 1)]
+        self.pristine = Pristine(self._copies[-1])
         self._free: queue.SimpleQueue[Scratch] = queue.SimpleQueue()
-        for number in range(jobs):
-            self._free.put(Scratch(folder / str(number), limit_s))
+        for scratch in self._copies[:-1]:
+            self._free.put(scratch)
 
     def try_out(self, mutation: Mutation) -> Outcome:
         """Make the mistake, run what should notice until something does, and take it back."""
@@ -64,6 +66,11 @@ class Trial:
         finally:
             self._free.put(scratch)
 
+    def stop(self) -> None:
+        """End everything that runs."""
+        for scratch in self._copies:
+            scratch.stop()
+
     def _known(self, scratch: Scratch, mutation: Mutation) -> str | None:
         for catcher in self.known.get(mutation.name, ()):
             if self.pristine.is_healthy(catcher):
@@ -74,11 +81,8 @@ class Trial:
 
     def _tests(self, scratch: Scratch, mutation: Mutation) -> str | None:
         for path in mutation.test_paths:
-            while failed := scratch.test([path], self.pristine.failing):
-                if self.pristine.is_healthy(failed[0]):
-                    return failed[0]
-                if failed[0] == path:
-                    break  # the whole file fails without a mistake
+            if failed := scratch.test([path], self.pristine.failing_in(path)):
+                return failed[0]
         return None
 
     def _fuzzer(self, scratch: Scratch, mutation: Mutation) -> str | None:
@@ -96,11 +100,16 @@ def run(trial: Trial, chosen: Sequence[Mutation], jobs: int, learns: bool) -> li
         print(f"note: fails without any mutation and is left out: {catcher}", flush=True)
     outcomes = []
     with ThreadPoolExecutor(jobs) as pool:
-        for done in as_completed([pool.submit(trial.try_out, mutation) for mutation in chosen]):
-            outcomes.append(done.result())
-            print(outcomes[-1], flush=True)
-            if learns:
-                write_down(outcomes, trial.known)
+        try:
+            for done in as_completed([pool.submit(trial.try_out, mutation) for mutation in chosen]):
+                outcomes.append(done.result())
+                print(outcomes[-1], flush=True)
+                if learns:
+                    write_down(outcomes, trial.known)
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            trial.stop()
+            raise
     return outcomes
 
 
@@ -119,6 +128,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--programs", type=int, default=60, help="of the fuzzer, where nothing known catches")
     parser.add_argument("--learn", action="store_true", help="write down what noticed")
     given = parser.parse_args(arguments)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # as Ctrl-C: what was started is stopped
     chosen = [m for m in MUTATIONS if not given.names or any(name in m.name for name in given.names)]
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="phalanx-mutants-") as folder:

@@ -21,6 +21,7 @@ MUTATIONS = (
         old="            bucket.take_one(place, self.strategy.pack_scale * self.shares.mine)\n",
         new="            bucket.take_one(place, self.strategy.pack_scale)\n",
         words="weights large",
+        tests="tests/ddp/test_weight.py",
     ),
     Mutation(
         name="flight: the last bucket leaves before the end of backward",
@@ -28,6 +29,7 @@ MUTATIONS = (
         old="        while self.next < len(self.buckets) - 1 and not self.buckets[self.next].pending:\n",
         new="        while self.next < len(self.buckets) and not self.buckets[self.next].pending:\n",
         words="reentrant again",
+        tests="tests/ddp/test_owners.py",
     ),
     Mutation(
         name="flight: buckets leave in the order in which they fill",
@@ -52,6 +54,7 @@ MUTATIONS = (
         old="        bucket.write_tail(self.reducer.step, used, self.shares.told)\n",
         new="        bucket.write_tail(self.reducer.step, used, None)\n",
         words="weights",
+        tests="tests/ddp/test_weight.py",
     ),
     Mutation(
         name="flight: a pass given up is not marked as such",
@@ -59,6 +62,7 @@ MUTATIONS = (
         old="        if given_up:\n            bucket.tail.write_given_up(bucket.tail_data)\n",
         new="",
         words="Fail",
+        tests="tests/ddp/test_failed_pass.py",
     ),
     Mutation(
         name="flight: the mean of a pass that another rank gave up is taken",
@@ -66,7 +70,7 @@ MUTATIONS = (
         old="        if reading.num_given_up:\n            raise self.unequal()\n",
         new="",
         words="Fail",
-        tests="tests/ddp/test_failures.py tests/ddp/test_accumulation.py tests/ddp/test_like_torch_groups.py",
+        tests="tests/ddp/test_failed_pass.py",
     ),
     Mutation(
         name="flight: the mean is corrected for weights below one only",
@@ -74,6 +78,7 @@ MUTATIONS = (
         old="        if reading.total_weight != self.collectives.world:\n",
         new="        if reading.total_weight < self.collectives.world:\n",
         words="weights",
+        tests="tests/ddp/test_weight.py",
     ),
     Mutation(
         name="flight: parameters that no rank used get a gradient of zeros",
@@ -89,7 +94,7 @@ MUTATIONS = (
         old="        self._nests_somewhere |= reading.nested\n",
         new="        self._nests_somewhere |= self._nests\n",
         words="reentrant overlapped",
-        tests="tests/zero/test_overlap.py",
+        tests="tests/ddp/test_nested_backward.py",
     ),
     Mutation(
         name="flight: sparse gradients are scaled as dense ones are",
@@ -112,6 +117,7 @@ MUTATIONS = (
         old="    run.strategy.join_late(bucket, part)\n",
         new="",
         words="reentrant again",
+        tests="tests/ddp/test_nested_backward.py",
     ),
     Mutation(
         name="late: every slot's gradient counts as late",
@@ -119,6 +125,7 @@ MUTATIONS = (
         old="    part.states[:] = bytes(LOCAL if state == LATE else ABSENT for state in bucket.states)\n",
         new="    part.states[:] = bytes(LOCAL if state != LOCAL else ABSENT for state in bucket.states)\n",
         words="reentrant again",
+        tests="tests/ddp/test_nested_backward.py",
     ),
     Mutation(
         name="late: which parameters came late is taken for which were used",
@@ -126,13 +133,15 @@ MUTATIONS = (
         old="    late = run.wanted.pop(bucket.index, None)\n",
         new="    late = run.wanted.get(bucket.index)\n",
         words="reentrant again",
+        tests="tests/ddp/test_nested_backward.py",
     ),
     Mutation(
-        name="late: what was unused at first and late nowhere counts as used",
+        name="late: a bucket that was given out early is not given out again with its late part",
         file=LATE,
-        old="    return [int(early > 0 or after > 0) for early, after in zip(first, late, strict=True)]\n",
-        new="    return [int(early >= 0 or after > 0) for early, after in zip(first, late, strict=True)]\n",
-        words="reentrant again unused",
+        old="    bucket.stage = Stage.REDUCED\n",
+        new="",
+        words="reentrant again overlapped_later",
+        tests="tests/ddp/test_nested_backward.py",
     ),
     Mutation(
         name="tail: late buckets are named by the number of the next one",
@@ -140,6 +149,7 @@ MUTATIONS = (
         old="            out[_LATE_AT + bucket] = 1\n",
         new="            out[_LATE_AT + bucket + 1] = 1\n",
         words="reentrant again",
+        tests="tests/ddp/test_nested_backward.py",
     ),
     Mutation(
         name="tail: ranks out of step are not noticed",
@@ -155,6 +165,7 @@ MUTATIONS = (
         old="_WEIGHT_FRACTION_BITS = 72\n",
         new="_WEIGHT_FRACTION_BITS = 20\n",
         words="weights",
+        tests="tests/ddp/test_weight.py",
     ),
     Mutation(
         name="tail: a rank that gave a weight counts one beside it",
@@ -177,6 +188,7 @@ MUTATIONS = (
         old="    return Shares(mine * collectives.world / whole if whole else 0.0, None)\n",
         new="    return Shares(mine / whole if whole else 0.0, None)\n",
         words="weights hook",
+        tests="tests/ddp/test_weight.py",
     ),
     Mutation(
         name="shares: weights that are shared out before are told as well",
@@ -184,6 +196,7 @@ MUTATIONS = (
         old="    return Shares(mine * collectives.world / whole if whole else 0.0, None)\n",
         new="    return Shares(mine * collectives.world / whole if whole else 0.0, weight)\n",
         words="weights hook",
+        tests="tests/ddp/test_weight.py",
     ),
     Mutation(
         name="strategy: the mean is read before the collective has ended",
@@ -228,7 +241,7 @@ MUTATIONS = (
         "                return  # as",
         new="            if self.state < OBSERVING:\n                return  # as",
         words="unused",
-        tests="tests/ddp/test_like_torch_graphs.py tests/ddp/test_unused.py tests/ddp/test_module.py",
+        tests="tests/ddp/test_what_is_reduced.py",
     ),
     Mutation(
         name="arming: a backward of a forward under no_sync is reduced",
@@ -244,6 +257,7 @@ MUTATIONS = (
         old="        return ending is not None and ending.forward.reduces and (ending.has_gradients or accumulates())\n",
         new="        return ending is not None and ending.forward.reduces\n",
         words="Look",
+        tests="tests/ddp/test_what_is_reduced.py",
     ),
     Mutation(
         name="arming: one output under no_sync keeps the whole backward from being reduced",
@@ -251,7 +265,7 @@ MUTATIONS = (
         old="        elif forward.reduces:\n            ending.forward = forward  # one output to be reduced is enough\n",
         new="",
         words="TwoForwards no_sync",
-        tests="tests/ddp/test_accumulation.py tests/ddp/test_like_torch_graphs.py",
+        tests="tests/ddp/test_owners.py",
     ),
     Mutation(
         name="arming: a forward goes on waiting after its backward",
@@ -259,7 +273,7 @@ MUTATIONS = (
         old="            if not forward.is_opaque:\n                forward.waits = False\n",
         new="",
         words="Hidden",
-        tests="tests/ddp/test_like_torch_graphs.py tests/ddp/test_accumulation.py",
+        tests="tests/ddp/test_what_is_reduced.py",
     ),
     Mutation(
         name="arming: a pass met first inside a nested one ends with that",
@@ -267,6 +281,7 @@ MUTATIONS = (
         old="            self._note_outermost(listener, waiting[-1])\n",
         new="            self.note(listener, waiting[-1])\n",
         words="Hidden reentrant",
+        tests="tests/ddp/test_what_is_reduced.py",
     ),
     Mutation(
         name="settling: each rank keeps its own order of gradients",
@@ -305,6 +320,6 @@ MUTATIONS = (
         old="    if first < len(run.buckets) and (reading is None or reading.num_given_up != run.collectives.world):\n",
         new="    if first < len(run.buckets) and (reading is None or not reading.num_given_up):\n",
         words="Fail",
-        tests="tests/ddp/test_failures.py tests/ddp/test_accumulation.py",
+        tests="tests/ddp/test_failed_pass.py",
     ),
 )

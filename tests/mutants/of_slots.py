@@ -17,6 +17,7 @@ MUTATIONS = (
         old="    if state != LOCAL:\n        states[place] = LATE\n",
         new="    if state > TAKEN:\n        states[place] = LATE\n",
         words="reentrant again large",
+        tests="tests/ddp/test_owners.py",
     ),
     Mutation(
         name="slot: a pass that begins forgets what no_sync accumulated",
@@ -24,6 +25,7 @@ MUTATIONS = (
         old="_OPEN = _transition({ABSENT: ABSENT, HELD: HELD}",
         new="_OPEN = _transition({ABSENT: ABSENT, HELD: ABSENT}",
         words="no_sync unused",
+        tests="tests/ddp/test_accumulation.py",
     ),
     Mutation(
         name="hooks: gradient of a backward that is not reduced is not marked as held",
@@ -31,6 +33,7 @@ MUTATIONS = (
         old="        if run is None:\n            slot.hold(bucket.states, place)\n            return\n",
         new="        if run is None:\n            return\n",
         words="no_sync unused",
+        tests="tests/ddp/test_accumulation.py",
     ),
     Mutation(
         name="hooks: a gradient is packed though a user's hook is still to see it",
@@ -38,6 +41,7 @@ MUTATIONS = (
         old="    return hooks is None or len(hooks) == 1\n",
         new="    return hooks is None or len(hooks) >= 1\n",
         words="Listen large",
+        tests="tests/ddp/test_given_gradients.py",
     ),
     Mutation(
         name="bucket: a large gradient stays in .grad when it is packed",
@@ -46,6 +50,7 @@ MUTATIONS = (
         "        if not self.as_views:\n",
         new="        self._move_in(place, grad, scale)\n        if not self.as_views:\n",
         words="reentrant again large",
+        tests="tests/ddp/test_nested_backward.py",
     ),
     Mutation(
         name="bucket: gradients stay in .grad when the bucket is packed",
@@ -53,6 +58,7 @@ MUTATIONS = (
         old="        for place in rest:\n            params[place].grad = None\n        slot.pack_local(self.states)\n",
         new="        slot.pack_local(self.states)\n",
         words="reentrant again",
+        tests="tests/ddp/test_nested_backward.py",
     ),
     Mutation(
         name="bucket: what was packed on arrival is scaled once more with the others",
@@ -67,6 +73,7 @@ MUTATIONS = (
         old="                view.add_(grad.to(view.dtype), alpha=scale)\n",
         new="                view.add_(grad.to(view.dtype))\n",
         words="reentrant again large gloo",
+        tests="tests/ddp/test_owners.py",
     ),
     Mutation(
         name="bucket: a large gradient is freed though the user holds it",
@@ -76,6 +83,7 @@ MUTATIONS = (
         new="            # Freed here where it is ours, the next gradient is made in memory that is still in the cache.\n"
         "            self._owners[place] = None\n",
         words="Place large",
+        tests="tests/ddp/test_given_gradients.py",
     ),
     Mutation(
         name="bucket: memory is used again while a lent gradient is held",
@@ -83,6 +91,7 @@ MUTATIONS = (
         old="            if self._memory.is_held:\n                self._memory = None",
         new="            if self._memory.is_held and self.as_views:\n                self._memory = None",
         words="Keep large",
+        tests="tests/ddp/test_given_gradients.py",
     ),
     Mutation(
         name="bucket: a loan of the bucket's dtype for a parameter of another",
@@ -97,6 +106,7 @@ MUTATIONS = (
         old="        used = [int(state in (HELD, LOCAL, LATE, TAKEN)) for state in self.states]\n",
         new="        used = [int(state in (LOCAL, LATE, TAKEN)) for state in self.states]\n",
         words="no_sync unused",
+        tests="tests/ddp/test_accumulation.py",
     ),
     Mutation(
         name="bucket: a gradient that no rank used is not given back",
@@ -113,7 +123,7 @@ MUTATIONS = (
         old="            self._kept[place] = grad.detach().clone()\n",
         new="            self._kept[place] = grad.detach()\n",
         words="unused views",
-        tests="tests/ddp/test_unused.py",
+        tests="tests/ddp/test_owners.py",
     ),
     Mutation(
         name="bucket: with views, what was shown before is shown again though the user moved it",
@@ -128,7 +138,7 @@ MUTATIONS = (
         old="            if owner is not None and self.states[place] in slot.GONE:\n",
         new="            if owner is not None and self.states[place] == slot.REDUCED:\n",
         words="Fail",
-        tests="tests/ddp/test_accumulation.py",
+        tests="tests/ddp/test_owners.py",
     ),
     Mutation(
         name="bucket: a pass given up leaves the body in .grad of view mode",
@@ -136,7 +146,7 @@ MUTATIONS = (
         old="        for place, kept in self._kept.items():\n            self.params[place].grad = kept\n",
         new="        for place in self._kept:\n            self.params[place].grad = self.memory.show(place)\n",
         words="Fail views unused",
-        tests="tests/ddp/test_accumulation.py",
+        tests="tests/ddp/test_owners.py",
     ),
     Mutation(
         name="memory: a gradient that is a view of the user's buffer counts as nobody's",
@@ -144,6 +154,7 @@ MUTATIONS = (
         old="    return _counts(held, place) == _ALONE\n",
         new="    return _counts(held, place)[:2] == _ALONE[:2]\n",
         words="Place large",
+        tests="tests/ddp/test_given_gradients.py",
     ),
     Mutation(
         name="memory: one holder of a bucket's memory is overlooked",
@@ -151,6 +162,7 @@ MUTATIONS = (
         old="        return references(self.flat) > self._own_references\n",
         new="        return references(self.flat) > self._own_references + 1\n",
         words="Keep large",
+        tests="tests/ddp/test_given_gradients.py",
     ),
     Mutation(
         name="sparse bucket: rows that repeat are not added up before they are sent",
@@ -182,5 +194,6 @@ MUTATIONS = (
         "            self.params[0].grad = self._before\n",
         new="",
         words="SparseWords Fail",
+        tests="tests/ddp/test_owners.py",
     ),
 )

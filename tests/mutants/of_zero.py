@@ -28,7 +28,7 @@ MUTATIONS = (
         old="            self.gradient_shards.give_up()\n",
         new="            self.gradient_shards._given = {}\n",
         words="Fail overlapped_later",
-        tests="tests/zero/test_overlap.py",
+        tests="tests/zero/test_carried.py",
     ),
     Mutation(
         name="overlap: the whole means of the first backward are not divided",
@@ -59,7 +59,7 @@ MUTATIONS = (
         old="                self._carried[number] = kept or [gradient.clone()",
         new="                self._carried[number] = [gradient.clone()",
         words="Fail overlapped_later",
-        tests="tests/zero/test_overlap.py",
+        tests="tests/zero/test_carried.py",
     ),
     Mutation(
         name="gradient shards: means that the user zeroed count as means",
@@ -81,7 +81,7 @@ MUTATIONS = (
         old="                    gradient.copy_(mine.pop(_SET_ASIDE))\n",
         new="                    mine.pop(_SET_ASIDE)\n",
         words="overlapped_later",
-        tests="tests/zero/test_usage.py tests/zero/test_overlap.py",
+        tests="tests/zero/test_carried.py",
     ),
     Mutation(
         name="gradient shards: units that two ranks compute count twice in the norm",
@@ -118,7 +118,7 @@ MUTATIONS = (
         old="            self.own(bucket).copy_(self._set_aside.pop(bucket.index))\n",
         new="            self._set_aside.pop(bucket.index)\n",
         words="reentrant overlapped stage=2",
-        tests="tests/zero/test_overlap.py",
+        tests="tests/ddp/test_nested_backward.py",
     ),
     Mutation(
         name="scatter: a late part is added to memory that another bucket has taken over",
@@ -126,7 +126,7 @@ MUTATIONS = (
         old='        mean = self._set_aside.get(bucket.index, self.own(cast("DenseBucket", bucket)))\n',
         new='        mean = self.own(cast("DenseBucket", bucket))\n',
         words="reentrant overlapped stage=2",
-        tests="tests/zero/test_overlap.py",
+        tests="tests/ddp/test_nested_backward.py",
     ),
     Mutation(
         name="marker: gradient added to a scattered one is replaced by the next",
@@ -167,7 +167,7 @@ MUTATIONS = (
         new="            # Another rank may still be computing with the parameters that this one is about to change.\n"
         "            self.gathering.finish()\n",
         words="shared_parameters=True zero",
-        tests="tests/zero/test_placement.py",
+        tests="tests/zero/test_carried.py",
     ),
     Mutation(
         name="element: edges are sent before they are stored",
@@ -184,7 +184,7 @@ MUTATIONS = (
         "                self._finish_oldest()\n",
         new="",
         words="zero",
-        tests="tests/zero/test_usage.py",
+        tests="tests/zero/test_carried.py",
     ),
     Mutation(
         name="clipping: each rank clips by the norm of its own shards",

@@ -26,6 +26,7 @@ class Scratch:
 
     def __init__(self, folder: Path, limit_s: float) -> None:
         self.folder, self.limit_s = folder, limit_s
+        self._process: subprocess.Popen[str] | None = None
         ignore = shutil.ignore_patterns("__pycache__", "*.pyc")
         for name in COPIED:
             source = ROOT / name
@@ -82,7 +83,7 @@ class Scratch:
             "PYTHONDONTWRITEBYTECODE": "1",
         }
         # A group of its own, so that a time limit ends the ranks with the process that started them.
-        process = subprocess.Popen(
+        process = self._process = subprocess.Popen(
             command,
             cwd=self.folder,
             env=environment,
@@ -94,9 +95,14 @@ class Scratch:
         try:
             output, _ = process.communicate(timeout=self.limit_s)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
+            self.stop()
             return TIMED_OUT, process.communicate()[0]
         return process.returncode, output
+
+    def stop(self) -> None:
+        """End what runs here, with every process that it started."""
+        if self._process is not None and self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
 
 
 class Pristine:
@@ -106,11 +112,19 @@ class Pristine:
         self._scratch = scratch
         self._lock = threading.Lock()
         self._healthy: dict[str, bool] = {}
+        self._failing: dict[str, list[str]] = {}  # by path of tests
 
     @property
     def failing(self) -> list[str]:
-        """What is known to fail without a mistake."""
+        """Seeds and tests that are known to fail without a mistake."""
         return [catcher for catcher, healthy in self._healthy.items() if not healthy]
+
+    def failing_in(self, path: str) -> list[str]:
+        """The tests of this file that fail without a mistake."""
+        with self._lock:
+            if path not in self._failing:
+                self._failing[path] = self._scratch.test([path], first=False)
+            return self._failing[path]
 
     def learn(self, catchers: Sequence[str]) -> None:
         """Find out about all of these at once: seeds in one run, tests in another."""
