@@ -3,5 +3,5 @@
     python -m tests.mutants              all of them
     python -m tests.mutants NAME ...     these
 
-What a mutation is and how to add one: `catalogue.py`. Design: docs/design/testing.md.
+Which ones there are: `of_*.py`. What a mutation is: `mutation.py`. How to add one: docs/design/testing.md, "Mutants".
 """

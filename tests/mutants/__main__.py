@@ -1,142 +1,142 @@
-"""`python -m tests.mutants`: makes each mutation in a scratch copy, runs what should notice, and says what did."""
+"""`python -m tests.mutants`: makes each mutation in a scratch copy, runs what should notice, and says what did.
+
+What noticed last time is in caught.json and is tried first; `--learn` brings it up to date. If it no longer does, the
+mutation's own tests are run, then programs of the fuzzer that have the mutation's words.
+"""
 
 from __future__ import annotations
 
 import argparse
-import os
-import re
-import shutil
+import json
+import queue
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.mutants.catalogue import MUTATIONS, Mutation, Unmatched, mutated
+from tests.mutants.catalogue import MUTATIONS
+from tests.mutants.mutation import Mutation, Unmatched
+from tests.mutants.scratch import SEED, Pristine, Scratch
 
-ROOT = Path(__file__).resolve().parents[2]
-COPIED = ("phalanx", "tests", "bench", "examples", "pyproject.toml", "README.md")
-# Programs of the fuzzer that come past the line, for one mutation.
-PROGRAMS = 60
+CAUGHT = Path(__file__).with_name("caught.json")
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one mutation. `noticed` says by whom, or None."""
+    """What became of one mutation: who noticed, or None; `broken` says why it could not be made."""
 
     mutation: Mutation
     noticed: str | None
     seconds: float
+    broken: str | None = None
+
+    def __str__(self) -> str:
+        if self.broken is not None:
+            return f"BROKEN  {self.broken}"
+        if self.noticed is None:
+            return f"MISSED  {self.mutation.name} ({self.seconds:.0f} s)"
+        return f"caught  {self.mutation.name} ({self.seconds:.0f} s)   by {self.noticed}"
 
 
-class Scratch:
-    """A copy of the repository in which mistakes are made. The tree itself is never touched."""
+class Trial:
+    """Tries mutations out, several at a time, each in a copy of its own."""
 
-    def __init__(self, folder: Path, limit_s: float) -> None:
-        self.folder, self.limit_s = folder, limit_s
-        self._failing: dict[tuple[str, ...], list[str]] = {}
-        ignore = shutil.ignore_patterns("__pycache__", "*.pyc")
-        for name in COPIED:
-            source = ROOT / name
-            if source.is_dir():
-                shutil.copytree(source, folder / name, ignore=ignore)
-            elif source.exists():
-                shutil.copy(source, folder / name)
+    def __init__(self, folder: Path, jobs: int, programs: int, limit_s: float) -> None:
+        self.programs = programs
+        self.known: dict[str, list[str]] = json.loads(CAUGHT.read_text()) if CAUGHT.exists() else {}
+        self._copies = [Scratch(folder / str(number), limit_s) for number in range(jobs + 1)]
+        self.pristine = Pristine(self._copies[-1])
+        self._free: queue.SimpleQueue[Scratch] = queue.SimpleQueue()
+        for scratch in self._copies[:-1]:
+            self._free.put(scratch)
 
     def try_out(self, mutation: Mutation) -> Outcome:
-        """Make the mistake, run fuzzer and tests until one notices, and take it back."""
-        path, started = self.folder / mutation.file, time.monotonic()
-        # Before the mistake is made: a program that fails anyway would seem to notice it.
-        skipped = self._failing_programs(mutation.words)
-        original = path.read_text()
-        path.write_text(mutated(mutation, original))
+        """Make the mistake, run what should notice until something does, and take it back."""
+        scratch, started = self._free.get(), time.monotonic()
         try:
-            noticed = self._by_fuzzer(mutation.words, skipped) or self._by_tests(mutation.tests)
+            with scratch.mistaken(mutation):
+                noticed = self._known(scratch, mutation) or self._tests(scratch, mutation) or self._fuzzer(scratch, mutation)
+            return Outcome(mutation, noticed, time.monotonic() - started)
+        except Unmatched as error:
+            return Outcome(mutation, None, 0.0, str(error))
         finally:
-            path.write_text(original)
-        return Outcome(mutation, noticed, time.monotonic() - started)
+            self._free.put(scratch)
 
-    def _failing_programs(self, words: tuple[str, ...]) -> list[str]:
-        if words not in self._failing:
-            output = self._run(_fuzz_command(words, [], first=False))[1]
-            self._failing[words] = re.findall(r"^=== seed (\d+)", output, re.MULTILINE)
-            if self._failing[words]:
-                print(f"note: without any mutation, seeds {' '.join(self._failing[words])} fail and are left out")
-        return self._failing[words]
+    def stop(self) -> None:
+        """End everything that runs."""
+        for scratch in self._copies:
+            scratch.stop()
 
-    def _by_fuzzer(self, words: tuple[str, ...], skipped: Sequence[str]) -> str | None:
-        code, output = self._run(_fuzz_command(words, skipped, first=True))
-        if code == 0:
-            return None
-        found = re.search(r"^=== (seed .*)", output, re.MULTILINE)
-        return found.group(1)[:100] if found else f"the fuzzer ended with exit code {code}"
-
-    def _by_tests(self, files: Sequence[str]) -> str | None:
-        for file in files:
-            command = [sys.executable, "-m", "pytest", "-q", "-x", "--no-header", "--tb=no", file]
-            code, output = self._run(command)
-            if code != 0:
-                found = re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
-                return found.group(1) if found else f"{file} ended with exit code {code}"
+    def _known(self, scratch: Scratch, mutation: Mutation) -> str | None:
+        for catcher in self.known.get(mutation.name, ()):
+            if self.pristine.is_healthy(catcher):
+                seeds = [int(catcher.removeprefix(SEED))] if catcher.startswith(SEED) else []
+                if scratch.replay(seeds) if seeds else scratch.test([catcher]):
+                    return catcher
         return None
 
-    def _run(self, command: Sequence[str]) -> tuple[int, str]:
-        environment = os.environ | {
-            "PYTHONPATH": str(self.folder),
-            "OMP_NUM_THREADS": "1",
-            "PYTHONDONTWRITEBYTECODE": "1",
-        }
-        # A group of its own, so that a time limit ends the ranks with the process that started them.
-        process = subprocess.Popen(
-            command,
-            cwd=self.folder,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
+    def _tests(self, scratch: Scratch, mutation: Mutation) -> str | None:
+        for path in mutation.test_paths:
+            if failed := scratch.test([path], self.pristine.failing_in(path)):
+                return failed[0]
+        return None
+
+    def _fuzzer(self, scratch: Scratch, mutation: Mutation) -> str | None:
+        while True:
+            skipped = [catcher for catcher in self.pristine.failing if catcher.startswith(SEED)]
+            seed = scratch.search(mutation.words, skipped, self.programs) if self.programs else None
+            if seed is None or self.pristine.is_healthy(seed):
+                return seed
+
+
+def run(trial: Trial, chosen: Sequence[Mutation], jobs: int, learns: bool) -> list[Outcome]:
+    """All of them, telling of each as it is known; with `learns`, what noticed is written down."""
+    trial.pristine.learn([catcher for mutation in chosen for catcher in trial.known.get(mutation.name, ())])
+    for catcher in trial.pristine.failing:
+        print(f"note: fails without any mutation and is left out: {catcher}", flush=True)
+    outcomes = []
+    with ThreadPoolExecutor(jobs) as pool:
         try:
-            output, _ = process.communicate(timeout=self.limit_s)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            return 124, process.communicate()[0]
-        return process.returncode, output
+            for done in as_completed([pool.submit(trial.try_out, mutation) for mutation in chosen]):
+                outcomes.append(done.result())
+                print(outcomes[-1], flush=True)
+                if learns:
+                    write_down(outcomes, trial.known)
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            trial.stop()
+            raise
+    return outcomes
 
 
-def _fuzz_command(words: Sequence[str], skipped: Sequence[str], first: bool) -> list[str]:
-    command = [sys.executable, "-m", "tests.fuzz", "--programs", str(PROGRAMS), "--seconds", "100000"]
-    command += ["--shrink-seconds", "0", "--every"]
-    command += ["--with", *words] if words else []
-    command += ["--skip", *skipped] if skipped else []
-    return [*command, "--first"] if first else command
+def write_down(outcomes: Sequence[Outcome], known: dict[str, list[str]]) -> None:
+    """Remember what noticed, in the order of the catalogue."""
+    found = known | {outcome.mutation.name: [outcome.noticed] for outcome in outcomes if outcome.noticed}
+    kept = {mutation.name: found[mutation.name] for mutation in MUTATIONS if mutation.name in found}
+    CAUGHT.write_text(json.dumps(kept, indent=1) + "\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
     parser.add_argument("names", nargs="*", help="parts of names; all mutations if none is given")
-    parser.add_argument("--limit", type=float, default=300.0, help="seconds for one run of the fuzzer or of a test file")
+    parser.add_argument("--limit", type=float, default=240.0, help="seconds for one run of the fuzzer or of a test file")
+    parser.add_argument("--jobs", type=int, default=2, help="mutations at a time")
+    parser.add_argument("--programs", type=int, default=60, help="of the fuzzer, where nothing known catches")
+    parser.add_argument("--learn", action="store_true", help="write down what noticed")
     given = parser.parse_args(arguments)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # as Ctrl-C: what was started is stopped
     chosen = [m for m in MUTATIONS if not given.names or any(name in m.name for name in given.names)]
-    bad = 0
+    started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="phalanx-mutants-") as folder:
-        scratch = Scratch(Path(folder), given.limit)
-        for mutation in chosen:
-            try:
-                outcome = scratch.try_out(mutation)
-            except Unmatched as error:
-                bad += 1
-                print(f"BROKEN  {error}", flush=True)
-                continue
-            bad += outcome.noticed is None
-            verdict = "MISSED " if outcome.noticed is None else "caught "
-            by = "" if outcome.noticed is None else f"   by {outcome.noticed}"
-            print(f"{verdict} {mutation.name} ({outcome.seconds:.0f} s){by}", flush=True)
-    print(f"{len(chosen) - bad} of {len(chosen)} mutations caught")
-    return 1 if bad else 0
+        trial = Trial(Path(folder), given.jobs, given.programs, given.limit)
+        outcomes = run(trial, chosen, given.jobs, given.learn)
+    caught = sum(outcome.noticed is not None for outcome in outcomes)
+    print(f"{caught} of {len(chosen)} mutations caught, in {time.monotonic() - started:.0f} s")
+    return 0 if caught == len(chosen) else 1
 
 
 if __name__ == "__main__":

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import ast
+import json
 from pathlib import Path
 
 import pytest
 
 from tests.fuzz.draw import draw
 from tests.fuzz.traits import words_of
-from tests.mutants.catalogue import MUTATIONS, Mutation, Unmatched, mutated
+from tests.mutants.__main__ import CAUGHT
+from tests.mutants.catalogue import MUTATIONS
+from tests.mutants.mutation import Mutation, Unmatched, mutated
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -18,18 +21,22 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_a_mutation_fits_the_code_as_it_is(mutation: Mutation) -> None:
     source = mutated(mutation, (ROOT / mutation.file).read_text())
     ast.parse(source)
-    assert all((ROOT / file).exists() for file in mutation.tests)
+    assert all((ROOT / path.partition("::")[0]).exists() for path in mutation.test_paths)
 
 
 def test_names_are_different_and_words_are_drawn() -> None:
     assert len({mutation.name for mutation in MUTATIONS}) == len(MUTATIONS)
     drawn = {word for seed in range(2000) for word in words_of(draw(seed))}
-    assert {word for mutation in MUTATIONS for word in mutation.words} <= drawn
+    assert {word for mutation in MUTATIONS for word in mutation.words.split()} <= drawn
+
+
+def test_what_caught_a_mutation_is_known_of_each_and_of_no_other() -> None:
+    assert list(json.loads(CAUGHT.read_text())) == [mutation.name for mutation in MUTATIONS]
 
 
 def test_text_that_is_gone_or_occurs_twice_is_refused() -> None:
-    mutation = Mutation("nothing", "file.py", "x = 1\n", "x = 2\n")
-    assert mutated(mutation, "x = 1\ny = 1\n") == "x = 2\ny = 1\n"
-    for source in ("y = 1\n", "x = 1\nx = 1\n"):
-        with pytest.raises(Unmatched, match="tests/mutants/catalogue"):
+    mutation = Mutation("nothing", "file.py", "x = 1\n", "x = 2\n", also=(("z = 1\n", "z = 2\n"),))
+    assert mutated(mutation, "x = 1\ny = 1\nz = 1\n") == "x = 2\ny = 1\nz = 2\n"
+    for source in ("y = 1\nz = 1\n", "x = 1\nx = 1\nz = 1\n", "x = 1\n"):
+        with pytest.raises(Unmatched, match="tests/mutants"):
             mutated(mutation, source)

@@ -1,0 +1,196 @@
+"""Mistakes around the reducer: mixed precision, join, buffers, distributed autograd, sparse sums, hooks, plans."""
+
+from __future__ import annotations
+
+from tests.mutants.mutation import Mutation
+
+PRECISION = "phalanx/ddp/features/precision.py"
+JOIN = "phalanx/ddp/features/join.py"
+CONTEXT = "phalanx/ddp/features/dist_autograd.py"
+BUFFERS = "phalanx/ddp/features/buffers.py"
+ROWS = "phalanx/comm/sparse.py"
+HALF = "phalanx/comm/hooks/half.py"
+INT8 = "phalanx/comm/hooks/int8.py"
+ROUND = "phalanx/comm/hooks/round.py"
+RESIDUAL = "phalanx/comm/hooks/residual.py"
+BUCKETS = "phalanx/plan/buckets.py"
+SHARDS = "phalanx/plan/shards.py"
+
+MUTATIONS = (
+    Mutation(
+        name="precision: a gradient stays in low precision after backward",
+        file=PRECISION,
+        old="                param.grad = param.grad.to(full.dtype)\n",
+        new="                pass\n",
+        words="mixed no_sync",
+    ),
+    Mutation(
+        name="precision: low-precision copies that were freed are not made again",
+        file=PRECISION,
+        old="            self._low = self._make_low()\n        self._full = [tensor.data for tensor in tensors]\n",
+        new="            self._low = [tensor.data for tensor in tensors]\n"
+        "        self._full = [tensor.data for tensor in tensors]\n",
+        words="mixed",
+        tests="tests/ddp/test_precision.py",
+    ),
+    Mutation(
+        name="precision: parameters stay low after a backward that raised",
+        file=PRECISION,
+        old="            BackwardEnd(self._end_backward, self._end_backward).queue()\n",
+        new="            BackwardEnd(self._end_backward, lambda: None).queue()\n",
+        words="mixed Fail",
+    ),
+    Mutation(
+        name="precision: what forward did to a buffer is lost",
+        file=PRECISION,
+        old="                full.copy_(buffer)  # what the module did to its buffer is kept\n",
+        new="                pass\n",
+        words="mixed",
+        tests="tests/ddp/test_precision.py",
+    ),
+    Mutation(
+        name="join: a joined rank reduces with a backward that is not reduced",
+        file=JOIN,
+        old="        if reduces:\n            ddp.reducer.join_others(self._weight)\n",
+        new="        ddp.reducer.join_others(self._weight)\n",
+        words="Join",
+        tests="tests/ddp/test_join.py",
+    ),
+    Mutation(
+        name="join: joined ranks count in the mean though they are not to",
+        file=JOIN,
+        old="        self._weight = None if divide_by_initial_world_size else 0.0\n",
+        new="        self._weight = None\n",
+        words="Join",
+        tests="tests/ddp/test_join.py",
+    ),
+    Mutation(
+        name="dist_autograd: what a parameter held before is returned changed",
+        file=CONTEXT,
+        old="                param.grad = None if pair is None else pair[0].copy_(pair[1])\n",
+        new="                param.grad = None if pair is None else pair[0]\n",
+        tests="tests/remote/test_with_ddp.py tests/torch_suite/test_under_dist_autograd.py",
+        words="views",
+    ),
+    Mutation(
+        name="dist_autograd: the mean does not go back into the context",
+        file=CONTEXT,
+        old="            gradient.copy_(param.grad)\n",
+        new="            gradient.add_(0)\n",
+        tests="tests/remote/test_with_ddp.py",
+        words="views",
+    ),
+    Mutation(
+        name="buffers: buffers always come from rank 0",
+        file=BUFFERS,
+        old='            replicate(list(named.values()), collectives, source, "synchronising buffers")\n',
+        new='            replicate(list(named.values()), collectives, 0, "synchronising buffers")\n',
+        words="Conv",
+        tests="tests/ddp/test_buffers.py tests/ddp/test_join.py",
+    ),
+    Mutation(
+        name="buffers: ignored buffers are synchronised too",
+        file=BUFFERS,
+        old="                if buffer is not None and id(buffer) not in seen and full not in self._ignored:\n",
+        new="                if buffer is not None and id(buffer) not in seen:\n",
+        words="Conv",
+        tests="tests/ddp/test_buffers.py tests/ddp/test_like_torch_groups.py",
+    ),
+    Mutation(
+        name="rows: the parcel that did not fit is not sent again",
+        file=ROWS,
+        old="        if needed <= sent:\n            return work\n",
+        new="        if needed <= 2 * sent:\n            return work\n",
+        words="SparseWords many_rows",
+        tests="tests/comm/test_sparse.py",
+    ),
+    Mutation(
+        name="rows: the first rank's rows are left out of the sum",
+        file=ROWS,
+        old="zip(self._parcels, self._rows, strict=True)\n            if rows\n",
+        new="zip(self._parcels[1:], self._rows[1:], strict=True)\n            if rows\n",
+        words="SparseWords",
+        tests="tests/comm/test_sparse.py",
+    ),
+    Mutation(
+        name="rows: facts are read from the larger parcels that were sent without them",
+        file=ROWS,
+        old="        again = self._send(self._words, facts[self._collectives.rank])\n        self._facts = facts\n",
+        new="        again = self._send(self._words, facts[self._collectives.rank])\n",
+        words="SparseWords many_rows",
+        tests="tests/comm/test_sparse.py",
+    ),
+    Mutation(
+        name="half: gradients are added up in 16 bits before they are divided",
+        file=HALF,
+        old="    narrow = wide.mul(1.0 / collectives.world).to(dtype)\n    work = collectives.all_reduce(narrow)\n",
+        new="    narrow = wide.to(dtype)\n    work = collectives.all_reduce(narrow, 1.0 / collectives.world)\n",
+        tests="tests/comm/hooks/test_average.py",
+        words="hook",
+    ),
+    Mutation(
+        name="int8: what was sent stays in the residual",
+        file=INT8,
+        old="        blocks.addcmul_(rounded, scale, value=-1.0)\n",
+        new="",
+        tests="tests/comm/hooks/test_compression.py",
+    ),
+    Mutation(
+        name="int8: a residual that is not a number is kept",
+        file=INT8,
+        old="            blocks.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)\n",
+        new="            pass\n",
+        tests="tests/comm/hooks/test_compression.py",
+    ),
+    Mutation(
+        name="powersgd: gradients that are sent in full are also kept as residuals",
+        file=ROUND,
+        old="            one.source.zero_()  # sent in full: no residual\n",
+        new="",
+        tests="tests/comm/hooks/test_average.py",
+    ),
+    Mutation(
+        name="powersgd: the residual is what is left of the gradient of all ranks",
+        file=ROUND,
+        old="                source.addmm_(batch.left[nth], batch.right[nth].mT, alpha=-1.0)\n",
+        new="                source.zero_()\n",
+        tests="tests/comm/hooks/test_average.py",
+    ),
+    Mutation(
+        name="residual: a new plan loses what was kept",
+        file=RESIDUAL,
+        old="            self._loose.update(kept.pieces())\n        self._kept.clear()\n",
+        new="            kept.pieces()\n        self._kept.clear()\n",
+        tests="tests/comm/hooks/test_compression.py",
+    ),
+    Mutation(
+        name="buckets: offsets do not count the parameter before",
+        file=BUCKETS,
+        old="        offset += specs[param].numel\n",
+        new="        offset += max(specs[param].numel - 1, 0)\n",
+        tests="tests/plan/test_buckets.py",
+    ),
+    Mutation(
+        name="buckets: a parameter that fills the cap exactly does not fit",
+        file=BUCKETS,
+        old="        if filling.params and filling.num_bytes + spec.num_bytes > cap:\n",
+        new="        if filling.params and filling.num_bytes + spec.num_bytes >= cap:\n",
+        tests="tests/plan/test_buckets.py",
+    ),
+    Mutation(
+        name="shards: the last shard does not reach the end of the bucket",
+        file=SHARDS,
+        old="    return -(-numel // world)\n",
+        new="    return max(numel // world, 1)\n",
+        words="overlapped",
+        tests="tests/plan/test_shards.py",
+    ),
+    Mutation(
+        name="shards: a cut unit is computed from the cut on",
+        file=SHARDS,
+        old="        begin = start // UNIT * UNIT\n",
+        new="        begin = start\n",
+        words="zero",
+        tests="tests/plan/test_shards.py",
+    ),
+)

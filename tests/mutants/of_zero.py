@@ -1,0 +1,207 @@
+"""Mistakes in ZeRO: engagement with a wrapper, gradient shards, reduce-scatter, shards of parameters, clipping."""
+
+from __future__ import annotations
+
+from tests.mutants.mutation import Mutation
+
+OVERLAP = "phalanx/zero/overlap/overlap.py"
+GRADIENTS = "phalanx/zero/overlap/gradient_shards.py"
+SCATTER = "phalanx/zero/overlap/reduce_scatter.py"
+MARKER = "phalanx/zero/overlap/scattered_gradient.py"
+SHARD = "phalanx/zero/partition/shard.py"
+ELEMENT = "phalanx/zero/partition/element.py"
+GATHERING = "phalanx/zero/partition/gathering.py"
+CLIPPING = "phalanx/zero/clipping.py"
+OPTIMIZER = "phalanx/zero/optimizer.py"
+
+MUTATIONS = (
+    Mutation(
+        name="overlap: backward returns before all parameters have arrived",
+        file=OVERLAP,
+        old="            self.sharded.partition.gathering.finish()\n            self._close()\n",
+        new="            self._close()\n",
+        words="overlapped",
+    ),
+    Mutation(
+        name="overlap: after a pass that failed, means of earlier ones are not gradients again",
+        file=OVERLAP,
+        old="            self.gradient_shards.give_up()\n",
+        new="            self.gradient_shards._given = {}\n",
+        words="Fail overlapped_later",
+        tests="tests/zero/test_carried.py",
+    ),
+    Mutation(
+        name="overlap: the whole means of the first backward are not divided",
+        file=OVERLAP,
+        old="        if self.gradient_shards is not None and whole:\n            self.gradient_shards.absorb()\n",
+        new="        if self.gradient_shards is not None and whole:\n            self.gradient_shards.mark_all()\n",
+        words="overlapped_later",
+    ),
+    Mutation(
+        name="overlap: a backward that raised amid its updates is not remembered",
+        file=OVERLAP,
+        old="            self.state = Engagement.TORN\n",
+        new="            self.state = Engagement.READY\n",
+        words="Fail",
+        tests="tests/zero/test_overlap.py",
+    ),
+    Mutation(
+        name="gradient shards: the mean of the backward before is not added",
+        file=GRADIENTS,
+        old="                    gradient.add_(carried[k]) if used else gradient.copy_(carried[k])\n",
+        new="                    None if used else gradient.copy_(carried[k])\n",
+        words="overlapped_later",
+        tests="tests/zero/test_overlap.py",
+    ),
+    Mutation(
+        name="gradient shards: after a pass that failed, its own means are carried over",
+        file=GRADIENTS,
+        old="                self._carried[number] = kept or [gradient.clone()",
+        new="                self._carried[number] = [gradient.clone()",
+        words="Fail overlapped_later",
+        tests="tests/zero/test_carried.py",
+    ),
+    Mutation(
+        name="gradient shards: means that the user zeroed count as means",
+        file=GRADIENTS,
+        old="        return any(isinstance(grad, ScatteredGradient) and not grad.is_zero for grad in grads)\n",
+        new="        return any(isinstance(grad, ScatteredGradient) for grad in grads)\n",
+        words="zeros overlapped",
+    ),
+    Mutation(
+        name="gradient shards: a zeroed gradient that nobody uses keeps what its memory holds",
+        file=GRADIENTS,
+        old="                elif has_carried and not used:\n                    gradient.zero_()\n",
+        new="",
+        words="zeros unused overlapped_later",
+    ),
+    Mutation(
+        name="gradient shards: means set aside for a new partition are not taken back",
+        file=GRADIENTS,
+        old="                    gradient.copy_(mine.pop(_SET_ASIDE))\n",
+        new="                    mine.pop(_SET_ASIDE)\n",
+        words="overlapped_later",
+        tests="tests/zero/test_carried.py",
+    ),
+    Mutation(
+        name="gradient shards: units that two ranks compute count twice in the norm",
+        file=GRADIENTS,
+        old="        return [\n            live.owned(gradient)\n            for number, pairs",
+        new="        return [\n            gradient.view(-1)\n            for number, pairs",
+        words="clip overlapped_later",
+        tests="tests/zero/test_clipping.py",
+    ),
+    Mutation(
+        name="scatter: the memory kept apart begins a unit later",
+        file=SCATTER,
+        old="            return self._kept_apart[bucket.index], self.collectives.rank * size - UNIT\n",
+        new="            return self._kept_apart[bucket.index], self.collectives.rank * size\n",
+        words="overlapped_later stage=2",
+    ),
+    Mutation(
+        name="scatter: buckets share one memory fewer than may be under way",
+        file=SCATTER,
+        old="            count = min(LAGS[2] + 1, len(alike))\n",
+        new="            count = min(LAGS[2], len(alike))\n",
+        words="overlapped stage=2",
+    ),
+    Mutation(
+        name="scatter: weights correct the bucket, not the slice kept apart",
+        file=SCATTER,
+        old='        self.own(cast("DenseBucket", bucket)).mul_(factor)\n',
+        new="        bucket.scale_mean(factor)\n",
+        words="weights overlapped_later stage=2",
+    ),
+    Mutation(
+        name="scatter: a mean that was set aside is not put back before it is used",
+        file=SCATTER,
+        old="            self.own(bucket).copy_(self._set_aside.pop(bucket.index))\n",
+        new="            self._set_aside.pop(bucket.index)\n",
+        words="reentrant overlapped stage=2",
+        tests="tests/ddp/test_nested_backward.py",
+    ),
+    Mutation(
+        name="scatter: a late part is added to memory that another bucket has taken over",
+        file=SCATTER,
+        old='        mean = self._set_aside.get(bucket.index, self.own(cast("DenseBucket", bucket)))\n',
+        new='        mean = self.own(cast("DenseBucket", bucket))\n',
+        words="reentrant overlapped stage=2",
+        tests="tests/ddp/test_nested_backward.py",
+    ),
+    Mutation(
+        name="marker: gradient added to a scattered one is replaced by the next",
+        file=MARKER,
+        old="            first.pending = new.clone() if first.pending is None else first.pending.add_(new)\n",
+        new="            first.pending = new.clone()\n",
+        words="no_sync overlapped_later",
+        tests="tests/zero/test_overlap.py",
+    ),
+    Mutation(
+        name="shard: edges are stepped from what they were at the last step",
+        file=SHARD,
+        old="        for edge in self._edges:\n            edge.load()\n",
+        new="        for edge in self._edges:\n            if not edge.tensor.any():\n                edge.load()\n",
+        words="Reload zero",
+        tests="tests/zero/test_usage.py",
+    ),
+    Mutation(
+        name="shard: whether a bucket is stepped depends on this rank's gradients",
+        file=SHARD,
+        old="        return any(param.requires_grad or param.grad is not None for param in self.params)\n",
+        new="        return any(param.grad is not None for param in self.params)\n",
+        words="Join zero",
+        tests="tests/zero/test_join.py",
+    ),
+    Mutation(
+        name="shard: the part behind the own one comes in one element late",
+        file=SHARD,
+        old="                (max(first, high), last, self._incoming),\n",
+        new="                (max(first, high + 1), last, self._incoming),\n",
+        words="zero",
+    ),
+    Mutation(
+        name="element: shared parameters are changed while another rank computes with them",
+        file=ELEMENT,
+        old="            # Another rank may still be computing with the parameters that this one is about to change.\n"
+        "            self.gathering.barrier()\n",
+        new="            # Another rank may still be computing with the parameters that this one is about to change.\n"
+        "            self.gathering.finish()\n",
+        words="shared_parameters=True zero",
+        tests="tests/zero/test_carried.py",
+    ),
+    Mutation(
+        name="element: edges are sent before they are stored",
+        file=ELEMENT,
+        old="        shard.store()\n        if trace.recorder",
+        new="        if trace.recorder",
+        also=(("        self.gathering.launch(shard)\n", "        self.gathering.launch(shard)\n        shard.store()\n"),),
+        words="zero",
+    ),
+    Mutation(
+        name="gathering: a buffer is filled again before what it brought is copied out",
+        file=GATHERING,
+        old="            while any(flight.buffer is buffer for flight in self._pending):\n"
+        "                self._finish_oldest()\n",
+        new="",
+        words="zero",
+        tests="tests/zero/test_carried.py",
+    ),
+    Mutation(
+        name="clipping: each rank clips by the norm of its own shards",
+        file=CLIPPING,
+        old="    total = _norm_of_norms(torch.linalg.vector_norm(own, norm_type), norm_type, collectives)\n",
+        new="    total = torch.linalg.vector_norm(own, norm_type)\n",
+        words="clip overlapped_later",
+        tests="tests/zero/test_clipping.py",
+    ),
+    Mutation(
+        name="optimizer: a joined rank keeps the means that it stepped with",
+        file=OPTIMIZER,
+        old="            # What was given to this rank belongs to this step only; the others clear theirs themselves.\n"
+        "            self.zero_grad()\n",
+        new="            # What was given to this rank belongs to this step only; the others clear theirs themselves.\n"
+        "            self._consolidated = None\n",
+        words="Join zero",
+        tests="tests/zero/test_join.py",
+    ),
+)
