@@ -131,6 +131,10 @@ def _with_routes(program: Program, change: Callable[[Route], Route]) -> Program:
 
 def _without_uses(program: Program) -> Iterator[Program]:
     """Everywhere at once first, then route by route; a route keeps one part."""
+    for taken in sorted(dict.fromkeys(routes_of(program.events)), key=len)[:3]:
+        same = _with_routes(program, lambda _, taken=taken: taken)
+        if same != program and sum(map(len, routes_of(same.events))) <= sum(map(len, routes_of(program.events))):
+            yield same
     for part in range(len(program.parts)):
         shorter = _with_routes(program, lambda route, part=part: tuple(u for u in route if u[0] != part) or route)
         if shorter != program:
