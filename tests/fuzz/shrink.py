@@ -81,6 +81,8 @@ def _neighbours(program: Program) -> Iterator[Program]:
     for name, value in _PLAIN:
         if getattr(program, name) != value:
             yield program.but(**{name: value})
+    if program.cap_mb is not None:
+        yield program.but(cap_mb=0.0001)
     if program.has_sharded_state or program.mode != "plain":
         yield program.but(mode="plain", zero=(), optimizer_first=False)
     for number in range(len(program.zero)):
@@ -103,7 +105,6 @@ _PLAIN = (
     ("find_unused", False),
     ("batched", False),
     ("cap_mb", None),
-    ("cap_mb", 0.0001),
     ("optimizer_first", False),
     ("optimizer", "sgd"),
     ("backend", "gloo"),
