@@ -62,12 +62,13 @@ def _chunks(given: argparse.Namespace, started: float) -> Iterator[list[Program]
     wanted = (program for program in map(draw, seeds) if _is_wanted(program, given))
     wanted = itertools.islice(wanted, given.programs)
     while time.monotonic() - started < given.seconds and (chunk := list(itertools.islice(wanted, CHUNK))):
-        yield chunk
+        # Counted among the programs all the same: with and without skipping, no others are run.
+        yield [program for program in chunk if program.seed not in given.skip]
 
 
 def _is_wanted(program: Program, given: argparse.Namespace) -> bool:
     fits = given.ranks is None or program.ranks in given.ranks
-    return fits and program.seed not in given.skip and words_of(program).issuperset(given.words)
+    return fits and words_of(program).issuperset(given.words)
 
 
 def _report(failure: Failure, runner: Runner, limit_s: float) -> None:

@@ -124,8 +124,12 @@ class Alone:
     def _reduced(self) -> None:
         if self.program.steps_in_backward:
             self.optimizer.step()
-            if self.program.mode == "in_backward":
+            if self.program.mode == "in_backward" or self._frees_gradients:
                 self.optimizer.zero_grad()
+
+    @property
+    def _frees_gradients(self) -> bool:
+        return dict(self.program.zero).get("stage") == 2
 
     def fail(self, loss: torch.Tensor) -> None:
         """A backward that raises leaves no gradient behind; what it recomputed may have changed buffers."""
@@ -149,7 +153,7 @@ class Alone:
     def step(self) -> None:
         if not self.program.steps_in_backward:
             self.optimizer.step()
-            if dict(self.program.zero).get("stage") == 2:
+            if self._frees_gradients:
                 self.optimizer.zero_grad()
 
     def keep(self) -> None:

@@ -81,6 +81,8 @@ def _neighbours(program: Program) -> Iterator[Program]:
     for name, value in _PLAIN:
         if getattr(program, name) != value:
             yield program.but(**{name: value})
+    if program.cap_mb is not None:
+        yield program.but(cap_mb=0.0001)
     if program.has_sharded_state or program.mode != "plain":
         yield program.but(mode="plain", zero=(), optimizer_first=False)
     for number in range(len(program.zero)):
@@ -103,7 +105,6 @@ _PLAIN = (
     ("find_unused", False),
     ("batched", False),
     ("cap_mb", None),
-    ("cap_mb", 0.0001),
     ("optimizer_first", False),
     ("optimizer", "sgd"),
     ("backend", "gloo"),
@@ -131,6 +132,10 @@ def _with_routes(program: Program, change: Callable[[Route], Route]) -> Program:
 
 def _without_uses(program: Program) -> Iterator[Program]:
     """Everywhere at once first, then route by route; a route keeps one part."""
+    for taken in sorted(dict.fromkeys(routes_of(program.events)), key=len)[:3]:
+        same = _with_routes(program, lambda _, taken=taken: taken)
+        if same != program and sum(map(len, routes_of(same.events))) <= sum(map(len, routes_of(program.events))):
+            yield same
     for part in range(len(program.parts)):
         shorter = _with_routes(program, lambda route, part=part: tuple(u for u in route if u[0] != part) or route)
         if shorter != program:

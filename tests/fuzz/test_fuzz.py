@@ -13,7 +13,7 @@ import pytest
 from tests.cluster.leaks import Leak
 from tests.fuzz import events as ev
 from tests.fuzz.draw import draw
-from tests.fuzz.program import Part, Program
+from tests.fuzz.program import Part, Program, routes_of
 from tests.fuzz.runner import Failure, Runner
 from tests.fuzz.script import script_of
 from tests.fuzz.shrink import shrink
@@ -110,7 +110,8 @@ def test_a_failure_shrinks_to_what_it_takes() -> None:
     """Without ranks: a made-up fault that shows only with a hook, a large part and a second backward."""
 
     def run(program: Program) -> Failure | None:
-        large = any(part.width >= 2048 for part in program.parts)
+        used = {number for route in routes_of(program.events) for number, _ in route}
+        large = any(program.parts[number].width >= 2048 for number in used)
         backwards = sum(isinstance(event, ev.Pass) for event in program.events)
         wrong = program.hook is not None and large and backwards >= 2
         return Failure(program, "gradient", "made up", len(program.events) - 1) if wrong else None
