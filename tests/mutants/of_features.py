@@ -20,7 +20,7 @@ MUTATIONS = (
     Mutation(
         name="precision: a gradient stays in low precision after backward",
         file=PRECISION,
-        old="                param.grad = param.grad.to(full.dtype)\n",
+        old="                param.grad = param.grad.to(param.dtype)\n",
         new="                pass\n",
         words="mixed no_sync",
     ),
@@ -36,8 +36,8 @@ MUTATIONS = (
     Mutation(
         name="precision: parameters stay low after a backward that raised",
         file=PRECISION,
-        old="            BackwardEnd(self._end_backward, self._end_backward).queue()\n",
-        new="            BackwardEnd(self._end_backward, lambda: None).queue()\n",
+        old="            BackwardEnd(self._end_backward).queue()\n",
+        new="            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)\n",
         words="mixed Fail",
     ),
     Mutation(

@@ -67,7 +67,7 @@ MUTATIONS = (
     Mutation(
         name="flight: the mean of a pass that another rank gave up is taken",
         file=FLIGHT,
-        old="        if reading.num_given_up:\n            raise self.unequal()\n",
+        old="        if self._others_gave_up:\n            raise self.unequal()\n",
         new="",
         words="Fail",
         tests="tests/ddp/test_failed_pass.py",
@@ -237,9 +237,8 @@ MUTATIONS = (
     Mutation(
         name="reducer: a rank whose backward brought no gradient does not take part",
         file=REDUCER,
-        old="            if not self._arming.is_owed or not any(param.requires_grad for param in self.params):\n"
-        "                return  # as",
-        new="            if self.state < OBSERVING:\n                return  # as",
+        old="            if not self._arming.is_owed or not any(param.requires_grad for param in self.params):\n",
+        new="            if self.state < OBSERVING:\n",
         words="unused",
         tests="tests/ddp/test_what_is_reduced.py",
     ),

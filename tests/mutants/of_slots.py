@@ -96,8 +96,8 @@ MUTATIONS = (
     Mutation(
         name="bucket: a loan of the bucket's dtype for a parameter of another",
         file=BUCKET,
-        old="        if self.large[place] and param.dtype == view.dtype:\n",
-        new="        if self.large[place]:\n",
+        old="        if self.large[place] and param.dtype == view.dtype and",
+        new="        if self.large[place] and",
         words="mixed large",
     ),
     Mutation(
@@ -175,7 +175,7 @@ MUTATIONS = (
     Mutation(
         name="sparse bucket: the mean of the late rows takes the place of the first",
         file=SPARSE,
-        old="        self.gradient = (self.gradient + other.gradient).coalesce()\n",
+        old="        self.gradient = _sum(self.gradient.coalesce(), other.gradient.coalesce())\n",
         new="        self.gradient = other.gradient.coalesce()\n",
         words="SparseWords reentrant again",
     ),

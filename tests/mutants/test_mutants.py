@@ -30,8 +30,9 @@ def test_names_are_different_and_words_are_drawn() -> None:
     assert {word for mutation in MUTATIONS for word in mutation.words.split()} <= drawn
 
 
-def test_what_caught_a_mutation_is_known_of_each_and_of_no_other() -> None:
-    assert list(json.loads(CAUGHT.read_text())) == [mutation.name for mutation in MUTATIONS]
+def test_what_caught_a_mutation_is_known_of_no_other() -> None:
+    # Of one that is missing here, `make mutants` looks for what catches it, which takes longer.
+    assert set(json.loads(CAUGHT.read_text())) <= {mutation.name for mutation in MUTATIONS}
 
 
 def test_text_that_is_gone_or_occurs_twice_is_refused() -> None:
