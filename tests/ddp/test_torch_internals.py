@@ -64,6 +64,19 @@ def test_hooks_on_parameters_are_invisible_to_the_garbage_collector() -> None:
 # -- ddp/engine.py: how a pass ends ----------------------------------------------------------------
 
 
+class _End(BackwardEnd):
+    """Writes down how the pass ended."""
+
+    __slots__ = ("_log",)
+
+    def __init__(self, log: list[Any]) -> None:
+        super().__init__(lambda: log.append("ended"))
+        self._log = log
+
+    def raised(self) -> None:
+        self._log.append("raised")
+
+
 class _Raises(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -94,7 +107,7 @@ def test_the_engine_drops_a_callback_uncalled_before_the_exception_reaches_the_c
     def start(_: torch.Tensor) -> None:
         if where == "callback":
             Variable._execution_engine.queue_callback(lambda: _raise_in_hook(x))
-        BackwardEnd(lambda: log.append("ended"), lambda: log.append("raised")).queue()
+        _End(log).queue()
 
     output = layers[2](layers[1](x))
     output.register_hook(start)
@@ -115,7 +128,7 @@ def test_a_callback_that_was_called_is_dropped_without_another_word() -> None:
     log: list[str] = []
     x = torch.ones(1, requires_grad=True)
     output = x * 2
-    output.register_hook(lambda _: BackwardEnd(lambda: log.append("ended"), lambda: log.append("raised")).queue())
+    output.register_hook(lambda _: _End(log).queue())
     output.backward()
     assert log == ["ended"]
 
@@ -204,7 +217,7 @@ def test_the_outer_pass_goes_on_to_a_node_whose_prehook_was_registered_meanwhile
         call_in_enclosing(enclosing_function(), queue)
 
     def queue() -> None:
-        BackwardEnd(lambda: log.append("ended"), lambda: log.append("raised")).queue()
+        _End(log).queue()
 
     outside = _Nests.apply(x, look) * 2
     outside.register_hook(lambda _: log.append(current()))
