@@ -6,6 +6,7 @@ that rounds otherwise. `tolerance` gives the rest, each with its reason.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -99,6 +100,9 @@ def differs(
         return f"is {got.dtype} {tuple(got.shape)}, expected {want.dtype} {tuple(want.shape)}"
     if torch.equal(got, want) or got.numel() == 0:
         return None
+    # Where the reference has overflowed too, or what went into it had, nothing is said about the mean.
+    if not math.isfinite(scale) or not (want.isfinite().all() or got.isfinite().all()):
+        return None
     wide = torch.complex128 if got.is_complex() else torch.float64
     error = (got.to(wide) - want.to(wide)).abs().max().item()
     size = max(want.abs().max().item(), scale)
@@ -106,7 +110,8 @@ def differs(
         # A parameter: its own rounding, and the error of what was added to it.
         allowed = tolerance(program, got.dtype) * scale + 4 * torch.finfo(got.dtype).eps * want.abs().max().item()
     else:
-        allowed = tolerance(program, got.dtype) * size + 1e-30
+        # float16 has gaps of 6e-8 next to zero.
+        allowed = tolerance(program, got.dtype) * size + (2.5e-7 if got.dtype == torch.float16 else 1e-30)
     # Comparing this way round lets NaN fail. Products in 16 bits depend on where in memory their factors lie.
     if (not exact or got.dtype in (torch.float16, torch.bfloat16)) and error <= allowed:
         return None
@@ -194,6 +199,8 @@ def _hook_difference(
     mine, theirs = (sorted(heard, key=lambda pair: pair[0]) for heard in (got.heard, want.heard))
     if [number for number, _ in mine] != [number for number, _ in theirs]:
         return "hook", f"hooks ran for {[n for n, _ in mine]}, expected {[n for n, _ in theirs]}"
+    if any(type(event).__name__ == "Inner" for event in program.events):
+        return None  # a backward inside forward is reduced at once: hooks of the next see its mean, not its sum
     for (number, grad), (_, wanted) in zip(mine, theirs, strict=True):
         found = differs(grad, wanted, program, scales[number], exact)
         if found is not None:

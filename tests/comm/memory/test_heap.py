@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from phalanx.comm.heap import keep_freed_memory
+from phalanx.comm.memory.heap import keep_freed_memory
 from tests.cluster import PATIENCE
 
 PROGRAM = """
