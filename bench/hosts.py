@@ -77,7 +77,7 @@ def run(num_rounds: int) -> list[Any]:
         "MASTER_PORT": str(PORT),
         "GLOO_SOCKET_IFNAME": LINE,
         "TORCH_CPP_LOG_LEVEL": "ERROR",  # torch warns that these addresses have no names
-        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")]),
     }
     with tempfile.TemporaryDirectory() as folder, Hosts(NUM_HOSTS, RATE_MBIT) as hosts:
         started = []

@@ -35,7 +35,7 @@ def run(nproc: int, function: str, arguments: dict[str, Any], tracing: str | Non
                 # Torch is compared with as its users have it.
                 SWITCH: "0",
                 "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
-                "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+                "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")]),
             },
         )
         directory = RunDirectory(tracing or folder)

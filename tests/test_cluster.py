@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from tests.cluster import PATIENCE, ClusterFailure, run_ranks, spawn_ranks
 from tests.cluster.leaks import RUN_VARIABLE
-from tests.cluster.process import ROOT
+from tests.cluster.process import ROOT, SEARCH_PATH
 
 # Things that the functions below leak on purpose; a module's attribute keeps them alive.
 _kept: list[Any] = []
@@ -352,7 +352,7 @@ if __name__ == "__main__":
 def test_a_killed_test_run_leaves_no_worker_and_has_all_that_was_printed(tmp_path: Path) -> None:
     script = tmp_path / "session.py"
     script.write_text(SESSION_THAT_IS_KILLED)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
+    environment = {**os.environ, "PYTHONPATH": SEARCH_PATH, "TMPDIR": str(tmp_path)}
     killed = subprocess.run(
         [sys.executable, script], env=environment, stdout=subprocess.PIPE, text=True, timeout=60 * PATIENCE, check=False
     )

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGE = ROOT / "phalanx"
+PACKAGE = ROOT / "src" / "phalanx"
 
 # Lowest first: a module may import its own layer and those listed before it, never one listed after.
 # The longest matching name decides, so `observe.trace` is not part of `observe`.
@@ -207,7 +207,7 @@ def test_pure_code_touches_no_process_thread_or_socket(module: str) -> None:
 
 
 def _source_files() -> list[Path]:
-    folders = ("phalanx", "tests", "bench", "examples")
+    folders = ("src", "tests", "bench", "examples")
     return [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
 
 

@@ -17,6 +17,7 @@ from phalanx.cli.run import parse_nodes, parse_workers
 from phalanx.launch import machine
 from phalanx.launch.machine import Answer, Level
 from tests.cluster import PATIENCE
+from tests.cluster.process import SEARCH_PATH
 from tests.observe.synthetic import write_run
 
 pytestmark = pytest.mark.timeout(90)
@@ -87,7 +88,7 @@ def test_a_module_runs_as_python_dash_m_would(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "phalanx.cli.main", "run", "-n", "1", "--module", "pack.train"],
         cwd=tmp_path,
-        env={"PYTHONPATH": str(Path(__file__).parents[2]), "PATH": "/usr/bin:/bin"},
+        env={"PYTHONPATH": SEARCH_PATH, "PATH": "/usr/bin:/bin"},
         capture_output=True,
         text=True,
         timeout=60 * PATIENCE,

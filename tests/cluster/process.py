@@ -22,6 +22,8 @@ from tests.cluster.call import STACKS_SIGNAL
 from tests.cluster.leaks import RUN_VARIABLE
 
 ROOT = Path(__file__).resolve().parents[2]
+# What a process needs in PYTHONPATH to import the package and the tests of this tree, installed or not.
+SEARCH_PATH = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
 # One compute thread a worker, said before torch is imported, since the fork server must have no
 # threads of its own; no pool of compile processes, which would outlive the call that made it; and what a
 # rank prints is written at once, so that pytest shows it even when the rank is killed.
@@ -31,7 +33,7 @@ SERVER_ENVIRONMENT = {
     "MKL_NUM_THREADS": "1",
     "TORCHINDUCTOR_COMPILE_THREADS": "1",
     "PYTHONUNBUFFERED": "1",
-    "PYTHONPATH": str(ROOT),
+    "PYTHONPATH": SEARCH_PATH,
 }
 
 

@@ -17,6 +17,7 @@ import pytest
 from phalanx import compile as phalanx_compile
 from phalanx.launch.worker import leave
 from tests.cluster import PATIENCE, reserved_port, run_ranks
+from tests.cluster.process import SEARCH_PATH
 
 pytestmark = pytest.mark.timeout(100)
 
@@ -95,7 +96,7 @@ def test_compiled() -> None:
 
 
 def test_two_hosts_under_torchrun() -> None:
-    environ = os.environ | {"PYTHONPATH": str(EXAMPLES.parent), "OMP_NUM_THREADS": "1"}
+    environ = os.environ | {"PYTHONPATH": SEARCH_PATH, "OMP_NUM_THREADS": "1"}
     hosts = []
     with reserved_port() as port:
         for number in range(2):

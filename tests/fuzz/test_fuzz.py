@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.leaks import Leak
+from tests.cluster.process import SEARCH_PATH
 from tests.fuzz import events as ev
 from tests.fuzz.draw import draw
 from tests.fuzz.program import Part, Program, routes_of
@@ -176,7 +177,7 @@ def test_the_script_of_a_program_does_the_same(options: dict[str, object], tmp_p
     assert runner.run_one(program) is None
     path = tmp_path / "program.py"
     path.write_text(script_of(Failure(program, "gradient", "as an example", len(program.events) - 1)))
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"PYTHONPATH": SEARCH_PATH, "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, path], capture_output=True, text=True, timeout=120, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("0 of 6 tensors") == 2

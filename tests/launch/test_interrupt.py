@@ -12,7 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.security.intruder import ROOT, SECRET, Running
+from tests.cluster.process import SEARCH_PATH
+from tests.security.intruder import SECRET, Running
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -62,7 +63,7 @@ def test_an_interrupt_while_the_command_itself_imports_ends_it_without_a_word(tm
     # An import that says when it is under way, in the place of one of torch's.
     (tmp_path / "sitecustomize.py").write_text("")
     (tmp_path / "click.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)\n")
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)]), "OMP_NUM_THREADS": "1"}
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), SEARCH_PATH]), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "phalanx_command", "run", "train.py"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ, cwd=tmp_path)
     assert process.stdout is not None and process.stdout.readline() == "importing\n"

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from tests.mutants.mutation import Mutation
 
-PRECISION = "phalanx/ddp/features/precision.py"
-JOIN = "phalanx/ddp/features/join.py"
-CONTEXT = "phalanx/ddp/features/dist_autograd.py"
-BUFFERS = "phalanx/ddp/features/buffers.py"
-ROWS = "phalanx/comm/sparse.py"
-HALF = "phalanx/comm/hooks/half.py"
-INT8 = "phalanx/comm/hooks/int8.py"
-ROUND = "phalanx/comm/hooks/round.py"
-RESIDUAL = "phalanx/comm/hooks/residual.py"
-BUCKETS = "phalanx/plan/buckets.py"
-SHARDS = "phalanx/plan/shards.py"
+PRECISION = "src/phalanx/ddp/features/precision.py"
+JOIN = "src/phalanx/ddp/features/join.py"
+CONTEXT = "src/phalanx/ddp/features/dist_autograd.py"
+BUFFERS = "src/phalanx/ddp/features/buffers.py"
+ROWS = "src/phalanx/comm/sparse.py"
+HALF = "src/phalanx/comm/hooks/half.py"
+INT8 = "src/phalanx/comm/hooks/int8.py"
+ROUND = "src/phalanx/comm/hooks/round.py"
+RESIDUAL = "src/phalanx/comm/hooks/residual.py"
+BUCKETS = "src/phalanx/plan/buckets.py"
+SHARDS = "src/phalanx/plan/shards.py"
 
 MUTATIONS = (
     Mutation(

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from tests.mutants.mutation import Mutation
 
-FLIGHT = "phalanx/ddp/reducer/flight.py"
-LATE = "phalanx/ddp/reducer/late.py"
-TAIL = "phalanx/ddp/reducer/tail.py"
-SHARES = "phalanx/ddp/reducer/shares.py"
-STRATEGY = "phalanx/ddp/reducer/strategy.py"
-REDUCER = "phalanx/ddp/reducer/reducer.py"
-ARMING = "phalanx/ddp/reducer/arming.py"
-SETTLING = "phalanx/ddp/reducer/settling.py"
-JOINED = "phalanx/ddp/reducer/joined.py"
+FLIGHT = "src/phalanx/ddp/reducer/flight.py"
+LATE = "src/phalanx/ddp/reducer/late.py"
+TAIL = "src/phalanx/ddp/reducer/tail.py"
+SHARES = "src/phalanx/ddp/reducer/shares.py"
+STRATEGY = "src/phalanx/ddp/reducer/strategy.py"
+REDUCER = "src/phalanx/ddp/reducer/reducer.py"
+ARMING = "src/phalanx/ddp/reducer/arming.py"
+SETTLING = "src/phalanx/ddp/reducer/settling.py"
+JOINED = "src/phalanx/ddp/reducer/joined.py"
 
 MUTATIONS = (
     Mutation(

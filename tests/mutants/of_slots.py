@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from tests.mutants.mutation import Mutation
 
-SLOT = "phalanx/ddp/reducer/slot.py"
-BUCKET = "phalanx/ddp/reducer/bucket.py"
-MEMORY = "phalanx/ddp/reducer/memory.py"
-SPARSE = "phalanx/ddp/reducer/sparse.py"
-HOOKS = "phalanx/ddp/reducer/hooks.py"
+SLOT = "src/phalanx/ddp/reducer/slot.py"
+BUCKET = "src/phalanx/ddp/reducer/bucket.py"
+MEMORY = "src/phalanx/ddp/reducer/memory.py"
+SPARSE = "src/phalanx/ddp/reducer/sparse.py"
+HOOKS = "src/phalanx/ddp/reducer/hooks.py"
 
 MUTATIONS = (
     Mutation(

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from tests.mutants.mutation import Mutation
 
-OVERLAP = "phalanx/zero/overlap/overlap.py"
-GRADIENTS = "phalanx/zero/overlap/gradient_shards.py"
-SCATTER = "phalanx/zero/overlap/reduce_scatter.py"
-MARKER = "phalanx/zero/overlap/scattered_gradient.py"
-SHARD = "phalanx/zero/partition/shard.py"
-ELEMENT = "phalanx/zero/partition/element.py"
-GATHERING = "phalanx/zero/partition/gathering.py"
-CLIPPING = "phalanx/zero/clipping.py"
-OPTIMIZER = "phalanx/zero/optimizer.py"
+OVERLAP = "src/phalanx/zero/overlap/overlap.py"
+GRADIENTS = "src/phalanx/zero/overlap/gradient_shards.py"
+SCATTER = "src/phalanx/zero/overlap/reduce_scatter.py"
+MARKER = "src/phalanx/zero/overlap/scattered_gradient.py"
+SHARD = "src/phalanx/zero/partition/shard.py"
+ELEMENT = "src/phalanx/zero/partition/element.py"
+GATHERING = "src/phalanx/zero/partition/gathering.py"
+CLIPPING = "src/phalanx/zero/clipping.py"
+OPTIMIZER = "src/phalanx/zero/optimizer.py"
 
 MUTATIONS = (
     Mutation(

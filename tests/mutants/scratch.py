@@ -16,7 +16,7 @@ from pathlib import Path
 from tests.mutants.mutation import Mutation, mutated
 
 ROOT = Path(__file__).resolve().parents[2]
-COPIED = ("phalanx", "tests", "bench", "examples", "pyproject.toml", "README.md")
+COPIED = ("src", "tests", "bench", "examples", "pyproject.toml", "README.md")
 SEED = "seed "
 TIMED_OUT = 124
 
@@ -78,7 +78,7 @@ class Scratch:
 
     def _run(self, command: Sequence[str]) -> tuple[int, str]:
         environment = os.environ | {
-            "PYTHONPATH": str(self.folder),
+            "PYTHONPATH": os.pathsep.join([str(self.folder / "src"), str(self.folder)]),
             "OMP_NUM_THREADS": "1",
             "PYTHONDONTWRITEBYTECODE": "1",
         }

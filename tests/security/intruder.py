@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.cluster.process import SEARCH_PATH
+
 ROOT = Path(__file__).resolve().parents[2]
 NOBODY = 65534
 SECRET = "a secret of the tests, long enough"
@@ -147,7 +149,7 @@ class Running:
         self.output = folder / "output.txt"
         command = [*prefix, sys.executable, "-m", "phalanx.cli.main", "run", "--run-dir", str(folder / "runs")]
         command += [*options, str(self._script)]
-        env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environ}
+        env = {**os.environ, "PYTHONPATH": SEARCH_PATH, "OMP_NUM_THREADS": "1", **environ}
         with open(self.output, "wb") as output:
             self.process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=env, cwd=folder)
 

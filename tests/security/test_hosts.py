@@ -257,7 +257,7 @@ def test_secrets_are_private_files_and_not_short(tmp_path: Path) -> None:
 
 def test_no_pickle_anywhere_in_the_launcher() -> None:
     forbidden = {"pickle", "cPickle", "dill", "marshal", "shelve", "cloudpickle"}
-    files = [*(ROOT / "phalanx" / "launch").rglob("*.py"), ROOT / "phalanx" / "cli" / "run.py"]
+    files = [*(ROOT / "src" / "phalanx" / "launch").rglob("*.py"), ROOT / "src" / "phalanx" / "cli" / "run.py"]
     assert len(files) > 10
     for path in files:
         for node in ast.walk(ast.parse(path.read_text())):

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.cli.console import visible
-from tests.security.intruder import ROOT
+from tests.cluster.process import SEARCH_PATH
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -49,7 +49,7 @@ raise ValueError("\x1b[2Jmessage \x1b]52;c;Y3VybA==\x07")
 
 def on_a_terminal(command: list[str], folder: Path) -> bytes:
     leader, follower = pty.openpty()
-    environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TERM": "xterm"}
+    environ = {**os.environ, "PYTHONPATH": SEARCH_PATH, "OMP_NUM_THREADS": "1", "TERM": "xterm"}
     process = subprocess.Popen(command, stdout=follower, stderr=follower, stdin=follower, cwd=folder, env=environ)
     os.close(follower)
     received, deadline = b"", time.monotonic() + 90
@@ -87,7 +87,7 @@ def test_a_name_in_an_error_does_nothing_to_the_terminal(tmp_path: Path) -> None
 
 def test_output_that_is_not_for_a_terminal_stays_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text('print("a\\x01b", flush=True)')
-    environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environ = {**os.environ, "PYTHONPATH": SEARCH_PATH, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "phalanx.cli.main", "run", "-n", "1", "train.py"]
     done = subprocess.run(command, capture_output=True, cwd=tmp_path, env=environ, timeout=90)
     assert done.stdout == b"a\x01b\n", done

@@ -62,7 +62,7 @@ def _run_all(root: Path, names: list[str], arguments: tuple[str, ...]) -> int:
 
 def source_tree() -> Path:
     """Where `bench/` is. Benchmarks are part of the source, not of the installed package."""
-    root = Path(phalanx.__file__).resolve().parents[1]
+    root = Path(phalanx.__file__).resolve().parents[2]
     if not (root / "bench" / "table.py").exists():
         raise ConfigError(
             "benchmarks are part of the source tree, which this phalanx was not installed from. "
@@ -73,7 +73,7 @@ def source_tree() -> Path:
 
 def _run(root: Path, name: str, arguments: tuple[str, ...]) -> int:
     environ = dict(os.environ)
-    environ["PYTHONPATH"] = os.pathsep.join([str(root), *filter(None, [environ.get("PYTHONPATH")])])
+    environ["PYTHONPATH"] = os.pathsep.join([str(root / "src"), str(root), *filter(None, [environ.get("PYTHONPATH")])])
     # Peers are installed apart, by `make bench-peers`, where they change nothing for anybody else.
     apart = root / ".venv-peers" / "bin" / "python"
     python = str(apart) if name == "peers" and apart.exists() else sys.executable
