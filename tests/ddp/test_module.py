@@ -247,7 +247,7 @@ def out_of_step(rank: int, world: int) -> str:
 def test_ranks_at_different_steps_are_told_so_by_the_tail() -> None:
     for rank, message in enumerate(run_ranks(2, out_of_step)):
         assert f"rank {rank}: step {2 + rank}" in message
-        assert "rank 0: step 2 of plan" in message and "rank 1: step 3 of plan" in message
+        assert "rank 0: step 2 of wrapper 1" in message and "rank 1: step 3 of wrapper 1" in message
 
 
 def test_counts_are_exact_in_every_dtype_of_a_tail() -> None:

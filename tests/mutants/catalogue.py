@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from tests.mutants import of_features, of_passes, of_slots, of_zero
+from tests.mutants import of_features, of_order, of_passes, of_slots, of_zero
 from tests.mutants.mutation import Mutation
 
 MUTATIONS: tuple[Mutation, ...] = (
     *of_slots.MUTATIONS,
     *of_passes.MUTATIONS,
+    *of_order.MUTATIONS,
     *of_features.MUTATIONS,
     *of_zero.MUTATIONS,
 )

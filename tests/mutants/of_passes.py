@@ -26,23 +26,29 @@ MUTATIONS = (
     Mutation(
         name="flight: the last bucket leaves before the end of backward",
         file=FLIGHT,
-        old="        while self.next < len(self.buckets) - 1 and not self.buckets[self.next].pending:\n",
-        new="        while self.next < len(self.buckets) and not self.buckets[self.next].pending:\n",
+        old="        return self.next < len(self.buckets) - 1\n",
+        new="        return self.next < len(self.buckets)\n",
+        also=(
+            (
+                "        self._take_and_send(self.buckets[-1])\n",
+                "        for bucket in self.buckets[self.next :]:\n            self._take_and_send(bucket)\n",
+            ),
+        ),
         words="reentrant again",
         tests="tests/ddp/test_owners.py",
     ),
     Mutation(
         name="flight: buckets leave in the order in which they fill",
         file=FLIGHT,
-        old="        while self.next < len(self.buckets) - 1 and not self.buckets[self.next].pending:\n"
+        old="        while self.has_early_buckets and not self.buckets[self.next].pending:\n"
         "            self._take_and_send(self.buckets[self.next])\n",
         new="        for bucket in self.buckets[:-1]:\n"
         "            if bucket.stage is Stage.FILLING and not bucket.pending:\n"
         "                self._take_and_send(bucket)\n",
         also=(
             (
-                "        for bucket in self.buckets[self.next :]:\n            self._take_and_send(bucket)\n",
-                "        for bucket in self.buckets:\n            if bucket.stage is Stage.FILLING:\n"
+                "        while self.has_early_buckets:\n            self._take_and_send(self.buckets[self.next])\n",
+                "        for bucket in self.buckets[:-1]:\n            if bucket.stage is Stage.FILLING:\n"
                 "                self._take_and_send(bucket)\n",
             ),
         ),
@@ -237,8 +243,8 @@ MUTATIONS = (
     Mutation(
         name="reducer: a rank whose backward brought no gradient does not take part",
         file=REDUCER,
-        old="            if not self._arming.is_owed or not any(param.requires_grad for param in self.params):\n",
-        new="            if self.state < OBSERVING:\n",
+        old="        self.begin_owed()\n        run = self.current\n",
+        new="        run = self.current\n",
         words="unused",
         tests="tests/ddp/test_what_is_reduced.py",
     ),
@@ -277,8 +283,8 @@ MUTATIONS = (
     Mutation(
         name="arming: a pass met first inside a nested one ends with that",
         file=ARMING,
-        old="            self._note_outermost(listener, waiting[-1])\n",
-        new="            self.note(listener, waiting[-1])\n",
+        old="            self._note_outermost(reducer, waiting[-1])\n",
+        new="            self.note(reducer, waiting[-1])\n",
         words="Hidden reentrant",
         tests="tests/ddp/test_what_is_reduced.py",
     ),

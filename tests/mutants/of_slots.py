@@ -38,8 +38,8 @@ MUTATIONS = (
     Mutation(
         name="hooks: a gradient is packed though a user's hook is still to see it",
         file=HOOKS,
-        old="    return hooks is None or len(hooks) == 1\n",
-        new="    return hooks is None or len(hooks) >= 1\n",
+        old="        self._overtaken.append(param)\n        return False\n",
+        new="        return True\n",
         words="Listen large",
         tests="tests/ddp/test_given_gradients.py",
     ),

@@ -16,6 +16,8 @@ from ..comm.collectives import Collectives
 from ..errors import MismatchError
 from ..plan import BucketPlan
 
+_COUNT_BYTES = 8
+
 
 def _device_of(group: dist.ProcessGroup) -> torch.device:
     types = {device.type for device in group._device_types}
@@ -52,16 +54,20 @@ def _first_difference(plans: list[dict[str, Any]], rank: int) -> str:
     return f"rank {rank}: the ranks' settings differ. Give every rank the same arguments."
 
 
-def verify_same(plan: BucketPlan, settings: str, collectives: Collectives) -> None:
-    """Raise MismatchError on every rank unless all have the same plan and the same `settings`."""
-    mine = torch.frombuffer(bytearray(bytes.fromhex(plan.hash) + settings.encode().ljust(96)[:96]), dtype=torch.uint8)
+def verify_same(plan: BucketPlan, settings: str, collectives: Collectives, count: int) -> int:
+    """Raise MismatchError on every rank unless all have the same plan and the same `settings`.
+
+    Returns the largest `count` of any rank.
+    """
+    told = count.to_bytes(_COUNT_BYTES, "big") + bytes.fromhex(plan.hash) + settings.encode().ljust(96)[:96]
+    mine = torch.frombuffer(bytearray(told), dtype=torch.uint8)
     device = _device_of(collectives.group)
     mine = mine.to(device)
     everyone = torch.empty(collectives.world * mine.numel(), dtype=torch.uint8, device=device)
     collectives.wait(collectives.all_gather(everyone, mine), "comparing the models of the ranks")
-    rows = everyone.view(collectives.world, -1)
+    counts, rows = everyone.view(collectives.world, -1).split([_COUNT_BYTES, mine.numel() - _COUNT_BYTES], dim=1)
     if bool((rows == rows[0]).all()):
-        return
+        return max(int.from_bytes(bytes(row), "big") for row in counts.tolist())
     plans: list[Any] = [None] * collectives.world
     dist.all_gather_object(plans, json.dumps(plan.to_json()), group=collectives.group)
     values = [json.loads(text) for text in plans]

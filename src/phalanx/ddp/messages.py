@@ -13,13 +13,17 @@ def _listed(names: Sequence[str], most: int = 10) -> str:
     return quoted if len(names) <= most else f"{quoted} and {len(names) - most} more"
 
 
-def out_of_step(where: str, step: int, plan_hash: str, board: FailureBoard, bucket: int) -> MismatchError:
+def out_of_step(
+    where: str, step: int, number: int, plan_hash: str, board: FailureBoard, bucket: int
+) -> MismatchError:
     """Ranks whose sums do not belong together. Every rank sees it, so they can tell each other where they are."""
-    said = board.exchange(f"position/{bucket}", f"step {step} of plan {plan_hash[:12]}", wait_s=2.0)
+    words = f"step {step} of wrapper {number}, plan {plan_hash[:12]}, bucket {bucket}"
+    said = board.exchange("position", words, wait_s=2.0)
     table = "; ".join(f"rank {rank}: {words}" for rank, words in sorted(said.items()))
     return MismatchError(
         f"{where}: the ranks are not at the same step of the same plan ({table}). Run forward and backward "
-        "equally often on every rank, or use join() for uneven inputs."
+        "equally often on every rank, or use join() for uneven inputs; make and use several wrappers in the same order on "
+        "every rank."
     )
 
 

@@ -40,6 +40,7 @@ from .features.torch_in_backward import torch_in_backward
 from .frames import call, hides_from_dynamo, report_uncompiled, transparent, untraced
 from .reducer import HookStrategy, Reducer, ReducerOptions
 from .reducer.arming import Forward
+from .reducer.order import order_of
 from .reducer.tail import check_weight
 from .statistics import Statistics, summarise
 from .structure import map_tensors, may_nest, watch
@@ -47,7 +48,7 @@ from .timeline import Timeline
 from .torch_names import TorchNames
 from .wrappers import announce
 
-# Made anew by `_assemble`, so not saved with the wrapper.
+# Made anew by `_prepare` and `_assemble`, so not saved with the wrapper.
 _TRANSIENT = frozenset(
     "process_group device_mesh collectives buffer_sync reducer timeline _low _trained _frozen _first_plan _hook "
     "_in_backward_adopted".split()
@@ -137,14 +138,18 @@ class DistributedDataParallel(TorchNames, torch.nn.Module, Joinable):
         self.on_unused = arguments.choose_on_unused(on_unused, find_unused_parameters or static_graph)
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = True
+        self._number = 0  # until the ranks have agreed on one
+        self._prepare()
+        if init_sync:
+            self._number = self._agree()
         self._assemble()
         if init_sync:
-            self._agree(init_buffers)
+            self.replicate_module(0, init_buffers)
 
     # -- putting the parts together ------------------------------------------------------------
 
-    def _assemble(self) -> None:
-        """Everything that is not saved with the wrapper: group, collectives, reducer and their hooks."""
+    def _prepare(self) -> None:
+        """The parts that only describe: collectives, parameters, the first plan."""
         self.collectives = collectives_for(self.process_group)
         self.buffer_sync = BufferSync(self.module, self.parameters_to_ignore)
         named = list(self.module.named_parameters())
@@ -155,6 +160,9 @@ class DistributedDataParallel(TorchNames, torch.nn.Module, Joinable):
         if self.mixed_precision is not None:
             self._low = LowPrecision(self.mixed_precision, self.module, self.parameters_to_ignore)
         self._first_plan = self._make_plan(trained)
+
+    def _assemble(self) -> None:
+        """The parts that work: reducer, its hooks, and those who listen to it."""
         self._hook: tuple[object, Callable[..., Any]] | None = None
         self._in_backward_adopted = False
         options = ReducerOptions(
@@ -163,8 +171,8 @@ class DistributedDataParallel(TorchNames, torch.nn.Module, Joinable):
             on_unused=self.on_unused,
             drop_unused=self.skip_all_reduce_unused_params,
         )
-        params = [param for _, param in trained]
-        self.reducer = Reducer(params, self._first_plan, self.collectives, options)
+        params = [param for _, param in self._trained]
+        self.reducer = Reducer(params, self._first_plan, self.collectives, options, self._number)
         self.timeline = Timeline(self.reducer)
         self.reducer.listeners.append(self.timeline)
         if self._low is not None:
@@ -179,10 +187,12 @@ class DistributedDataParallel(TorchNames, torch.nn.Module, Joinable):
             specs = tuple(replace(spec, dtype=dtype) if spec.dtype.is_floating_point else spec for spec in specs)
         return build_plan(specs, self.caps)
 
-    def _agree(self, with_buffers: bool) -> None:
+    def _agree(self) -> int:
+        """Compare with the other ranks before any data moves; returns this wrapper's number among those of the group."""
         settings = f"views={self.gradient_as_bucket_view} buffers={self.forward_sync_buffers}"
-        verify_same(self._first_plan, settings, self.collectives)
-        self.replicate_module(0, with_buffers)
+        order = order_of(self.collectives.group)
+        order.num_named = verify_same(self._first_plan, settings, self.collectives, order.num_named) + 1
+        return order.num_named
 
     def replicate_module(self, source: int, with_buffers: bool = True) -> None:
         """Overwrite parameters (and buffers) on every rank by those of rank `source`."""
@@ -288,7 +298,7 @@ class DistributedDataParallel(TorchNames, torch.nn.Module, Joinable):
         """After `Module.to`, `.double()` and the like the buckets are of another kind than the gradients to come."""
         if any(bucket.is_outdated for bucket in self.reducer.buckets):
             self._first_plan = self._make_plan(self._trained)
-            self.reducer.restart(self.collectives, self._first_plan)
+            self.reducer.restart(self._first_plan)
 
     def _check_frozen(self) -> None:
         for name, param in self._frozen:
@@ -364,8 +374,10 @@ class DistributedDataParallel(TorchNames, torch.nn.Module, Joinable):
         self.process_group = arguments.choose_group(new_process_group, None)
         self.collectives = collectives_for(self.process_group)
         self.collectives.board.announce_uncaught()
-        self.reducer.restart(self.collectives, self._first_plan)
-        self._agree(self.forward_sync_buffers)
+        self._number = self._agree()
+        self.reducer.move(self.collectives, self._number)
+        self.reducer.restart(self._first_plan)
+        self.replicate_module(0, self.forward_sync_buffers)
 
     def stats(self) -> Statistics:
         """Times of the last sampled step, bucket by bucket, and what has been learnt of the model."""
@@ -423,6 +435,7 @@ class DistributedDataParallel(TorchNames, torch.nn.Module, Joinable):
         """The module has other parameters than those that were wrapped: nobody would reduce them."""
         self.reducer.detach()
         hook = self._hook
+        self._prepare()
         self._assemble()
         if hook is not None:
             self.register_comm_hook(*hook)
@@ -439,4 +452,5 @@ class DistributedDataParallel(TorchNames, torch.nn.Module, Joinable):
         torch.nn.Module.__setstate__(self, state)
         self.process_group = arguments.choose_group(None, None)
         self.device_mesh = None
+        self._prepare()
         self._assemble()

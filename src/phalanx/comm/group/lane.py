@@ -86,12 +86,15 @@ class LaneWork(dist.Work):
         """Run, or be refused; in either case be done. Called by the lane, once."""
         calls, self._calls = self._calls, None
         assert calls is not None, "a lane runs each work once"
-        try:
-            if refusal is not None:
-                raise refusal
-            self._lane.run(calls)
-        except BaseException as error:
-            self._error = error
+        if refusal is not None:
+            self._error = refusal
+        else:
+            try:
+                self._lane.run(calls)
+            except BaseException as error:
+                # Without its traceback, whose frames hold this work: the future keeps the error where no garbage
+                # collector sees it, and through the frames it would keep itself, the lane and all their memory.
+                self._error = error.with_traceback(None)
         # Together with `get_future`: a future made in between is resolved there or here, never by neither.
         with self._lock:
             self._done.set()

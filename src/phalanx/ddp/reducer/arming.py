@@ -23,28 +23,33 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, Protocol
+from itertools import count
+from typing import TYPE_CHECKING, Any
 
-from ..engine import BackwardEnd, accumulates, call_in_enclosing, enclosing_function
+from ..engine import BackwardEnd, accumulates, call_in_enclosing, current_backward, enclosing_function
 from ..structure import Watched
+
+if TYPE_CHECKING:
+    from .reducer import Reducer
 
 # Forwards that wait for their backward. A loop that evaluates without torch.no_grad() must not make it grow.
 _MOST_WAITING = 64
+_numbers = count()  # of all forwards, of all wrappers, in the order in which they began
 
 
 class Forward:
     """One forward of the wrapper. `waits`: a backward of it may still come that we cannot tell from its outputs."""
 
-    __slots__ = ("__weakref__", "elsewhere", "is_opaque", "may_nest", "reduces", "waits")
+    __slots__ = ("__weakref__", "elsewhere", "is_opaque", "may_nest", "number", "reduces", "waits")
 
     def __init__(self, reduces: bool) -> None:
+        self.number = next(_numbers)
         self.reduces = reduces
         self.waits = True
         self.may_nest = True  # whether its backward may run another backward inside; where nobody has looked, it may
         self.is_opaque = True  # whether its output holds something into which we cannot look
         # Where its backward leaves gradients elsewhere (distributed autograd): makes them `.grad` for a while.
         self.elsewhere: Callable[[Any], AbstractContextManager[None]] | None = None
-
 
     def armed_by(self, watched: Watched) -> None:
         """The forward has returned; a backward inside it may have come already, and another may follow."""
@@ -55,26 +60,29 @@ class Forward:
 class Ending(BackwardEnd):
     """The end of one pass, and what is known of the pass until then."""
 
-    __slots__ = ("_listener", "forward", "has_gradients")
+    __slots__ = ("backward", "forward", "has_gradients", "is_over", "number", "reducer")
 
-    def __init__(self, listener: PassListener, forward: Forward) -> None:
-        # The engine holds it for the length of a pass only, so it may hold the listener.
-        super().__init__(listener.backward_ended)
-        self._listener = listener
+    def __init__(self, reducer: Reducer, forward: Forward) -> None:
+        # The engine holds it for the length of a pass only, so it may hold the reducer.
+        super().__init__(reducer.backward_ended)
+        self.reducer = reducer
         self.forward = forward
+        self.number = forward.number  # of the first forward that was reached: later ones do not change the order
+        self.backward = current_backward()
         self.has_gradients = False  # a parameter got gradient, before any forward asked for a reduction
+        self.is_over = False  # it has ended, together with that of another wrapper
 
     def raised(self) -> None:
-        self._listener.backward_raised(self.forward.reduces and accumulates())
+        self.reducer.backward_raised(self, self.forward.reduces and accumulates())
 
-class PassListener(Protocol):
-    """Who is told how a pass ended."""
 
-    def backward_ended(self) -> None:
-        """The whole backward has run."""
+class NestedEnding(Ending):
+    """Of a nested pass: nothing ends with it, but what it raises ends the pass around it too."""
 
-    def backward_raised(self, reduces: bool) -> None:
-        """The backward raised midway. Called while the exception is on its way to the user."""
+    __slots__ = ()
+
+    def __call__(self) -> None:
+        self._was_called = True
 
 
 class Arming:
@@ -101,6 +109,12 @@ class Arming:
         return self._ending()
 
     @property
+    def awaited(self) -> int | None:
+        """The number of the last forward whose backward is to be reduced and has not come."""
+        waiting = [each.number for each in self._waiting if each.waits and each.reduces]
+        return waiting[-1] if waiting and not self._had_backward else None
+
+    @property
     def may_nest(self) -> bool:
         """Whether the pass under way may run another backward inside, as far as its forward tells."""
         ending = self._ending()
@@ -115,18 +129,18 @@ class Arming:
         ending = self._ending()
         return ending is not None and ending.forward.reduces and (ending.has_gradients or accumulates())
 
-    def note(self, listener: PassListener, forward: Forward) -> Ending:
+    def note(self, reducer: Reducer, forward: Forward) -> Ending:
         """A pass has reached an output of `forward`, or one of our parameters."""
         ending = self._ending()
         if ending is None:
-            ending = Ending(listener, forward)
+            ending = Ending(reducer, forward)
             self._ending = weakref.ref(ending)
             ending.queue()
         elif forward.reduces:
             ending.forward = forward  # one output to be reduced is enough
         return ending
 
-    def begin(self, listener: PassListener) -> bool:
+    def begin(self, reducer: Reducer) -> bool:
         """A parameter has got gradient: whether a reduction begins with it."""
         ending = self._ending()
         if ending is not None:
@@ -142,35 +156,21 @@ class Arming:
             if not waiting:
                 return False
             waiting[-1].waits = False
-            self._note_outermost(listener, waiting[-1])
+            self._note_outermost(reducer, waiting[-1])
             if not waiting[-1].reduces:
                 return False
         self._had_backward = True
         return True
 
-
-    def _note_outermost(self, listener: PassListener, forward: Forward) -> None:
+    def _note_outermost(self, reducer: Reducer, forward: Forward) -> None:
         """Note a pass of which no output was seen, from one of its parameters."""
         node = enclosing_function()
         if node is None:
-            self.note(listener, forward)
+            self.note(reducer, forward)
             return
         # The pass that runs here is a nested one, and ends too early. The one around it goes on to another node.
-        call_in_enclosing(node, partial(self.note, listener, forward))
-        Ending(_Nested(listener), forward).queue()
-
-
-class _Nested:
-    """Listens to the end of a nested pass: nothing ends with it, but what it raises ends the pass around it too."""
-
-    def __init__(self, listener: PassListener) -> None:
-        self._listener = listener
-
-    def backward_ended(self) -> None:
-        """The pass around it goes on."""
-
-    def backward_raised(self, reduces: bool) -> None:
-        self._listener.backward_raised(reduces)
+        call_in_enclosing(node, partial(self.note, reducer, forward))
+        NestedEnding(reducer, forward).queue()
 
 
 def _none() -> None:

@@ -14,10 +14,9 @@ import torch
 from ...errors import ReductionError
 from ..messages import out_of_step, unequal
 from .bucket import Bucket, DenseBucket, Stage
-from .hooks import is_final
 from .late import reduce_late_part
 from .settling import PlanState, find_late, mark_promised
-from .shares import agree_on_shares
+from .shares import Shares, agree_on_shares
 from .state import FAILED, FLUSHING, OBSERVING, REDUCING, PassState
 from .tail import Reading
 
@@ -48,9 +47,17 @@ class Pass:
         for listener in reducer.listeners:
             listener.pass_began(joined)
         narrow = self.strategy.may_narrow or any(b.dtype is torch.float16 for b in reducer.plan.buckets)
-        self.shares = agree_on_shares(reducer.weight, narrow, self.collectives, reducer.params[0].device)
+        self._weight = reducer.weight
+        self._shares = None if narrow else Shares.of(reducer.weight)
         # Last: what a listener refuses has not begun.
         self.state: PassState = REDUCING if reducer.settled else OBSERVING
+
+    @property
+    def shares(self) -> Shares:
+        """Agreed on when the first bucket leaves: where that takes a collective, it has its place among the launches."""
+        if self._shares is None:
+            self._shares = agree_on_shares(self._weight, self.collectives, self.reducer.params[0].device)
+        return self._shares
 
     # -- during backward -----------------------------------------------------------------------
 
@@ -61,22 +68,39 @@ class Pass:
     @torch.no_grad()
     def large_arrived(self, bucket: DenseBucket, place: int, param: torch.Tensor) -> None:
         """Pack a large gradient while it is in the cache, unless somebody may still change it or add to it."""
-        if self.state is REDUCING and self.strategy.packs_on_arrival and is_final(param):
+        may_pack = self.state is REDUCING and self.strategy.packs_on_arrival and self._shares is not None
+        if may_pack and self.reducer.hooks.is_final(param):
             bucket.take_one(place, self.strategy.pack_scale * self.shares.mine)
 
     def filled(self, bucket: Bucket, param: torch.Tensor) -> None:
         """The last gradient of a bucket has arrived."""
         for listener in self.reducer.listeners:
             listener.bucket_full(bucket)
-        if self.state is REDUCING and is_final(param):
-            self._launch_ready()
+        if self.state is REDUCING and self.reducer.hooks.is_final(param):
+            self.launch_ready()
 
-    def _launch_ready(self) -> None:
+    def launch_ready(self) -> None:
+        """Launch what is full, as far as it is this wrapper's turn."""
+        ending = self.reducer.noted
+        order = self.reducer.order
+        if ending is not None and any(other.has_early_buckets for other in order.before(ending)):
+            return  # they launch ours when theirs have left
         # Launch by index even when a later bucket fills first: ranks fill buckets in different orders,
-        # and launching as filled would add unrelated gradients together. The last bucket waits for the
-        # end of backward, because its tail says which other ones left too early.
-        while self.next < len(self.buckets) - 1 and not self.buckets[self.next].pending:
+        # and launching as filled would add unrelated gradients together.
+        while self.has_early_buckets and not self.buckets[self.next].pending:
             self._take_and_send(self.buckets[self.next])
+        if ending is not None and not self.has_early_buckets:
+            following = order.after(ending)
+            if following is not None and following.current is not None and following.state is REDUCING:
+                following.current.launch_ready()
+
+    @property
+    def has_early_buckets(self) -> bool:
+        """Whether buckets are left that may leave during backward.
+
+        The last one waits for the end of backward, because its tail says which other ones left too early.
+        """
+        return self.next < len(self.buckets) - 1
 
     @torch.no_grad()
     def _take_and_send(self, bucket: Bucket) -> None:
@@ -126,13 +150,18 @@ class Pass:
     # -- end of backward -----------------------------------------------------------------------
 
     @torch.no_grad()
-    def flush(self) -> None:
-        """Autograd is done: launch what is left."""
+    def flush_early_buckets(self) -> None:
+        """Autograd is done: launch those that might have left before."""
         self.state = FLUSHING
         if self.reducer.plan_state is PlanState.FIXED:
             find_late(self.reducer)
-        for bucket in self.buckets[self.next :]:
-            self._take_and_send(bucket)
+        while self.has_early_buckets:
+            self._take_and_send(self.buckets[self.next])
+
+    @torch.no_grad()
+    def flush_last_bucket(self) -> None:
+        """Launch the last one, with which nothing is left to launch."""
+        self._take_and_send(self.buckets[-1])
         self.settle_sparse()
 
     def settle_sparse(self) -> None:
@@ -194,7 +223,8 @@ class Pass:
         reading = bucket.tail.read(bucket.tail_data, step)
         if not reading.in_step:
             where = f"rank {self.collectives.rank}: step {step}, bucket {bucket.index}"
-            raise out_of_step(where, step, self.reducer.plan.hash, self.collectives.board, bucket.index)
+            number, plan = self.reducer.number, self.reducer.plan
+            raise out_of_step(where, step, number, plan.hash, self.collectives.board, bucket.index)
         return reading
 
     def give(self, bucket: Bucket) -> None:

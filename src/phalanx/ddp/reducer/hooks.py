@@ -28,12 +28,6 @@ if TYPE_CHECKING:
 Reference: TypeAlias = "weakref.ref[Reducer]"
 
 
-def is_final(param: torch.Tensor) -> bool:
-    """Whether the gradient stays as it is: a user's hook that runs after ours may still read or change it."""
-    hooks = param._post_accumulate_grad_hooks
-    return hooks is None or len(hooks) == 1
-
-
 @untraced
 def _on_gradient(reference: Reference, index: int, param: torch.Tensor) -> None:
     """The hook of parameter `index`. All the Python that runs once per parameter is in here."""
@@ -86,6 +80,10 @@ def _on_refused_gradient(reference: Reference, name: str, promise: str, _param: 
         raise error
 
 
+# Hooks run in the order in which they were registered.
+_OURS = (_on_gradient, _on_last_gradient)
+
+
 def _remove(handles: list[RemovableHandle]) -> None:
     for handle in handles:
         handle.remove()
@@ -101,6 +99,7 @@ class GradientHooks:
         # Hooks of a wrapper that is gone would make the next one think that users want to see gradients (`is_final`).
         weakref.finalize(owner, _remove, self._handles)
         self._watched: list[int] = []  # the parameters with a hook each, by identity
+        self._overtaken: list[torch.Tensor] = []  # those on which users have put hooks after ours
 
     def watch_all(self, params: Sequence[torch.Tensor]) -> None:
         """One hook on every parameter, in place of whatever there was."""
@@ -110,6 +109,32 @@ class GradientHooks:
         self._watched = list(map(id, params))
         for index, param in enumerate(params):
             self._add(param, partial(_on_gradient, self._owner, index))
+
+    def is_final(self, param: torch.Tensor) -> bool:
+        """Whether the gradient stays as it is: a user's hook that runs after ours may still read or change it."""
+        hooks = param._post_accumulate_grad_hooks
+        if hooks is None or len(hooks) == 1 or self._is_ours(next(reversed(hooks.values()))):
+            return True
+        self._overtaken.append(param)
+        return False
+
+    def stay_last(self) -> None:
+        """Between two passes: put our hooks behind those that users have added.
+
+        A hook that one rank alone has, to log a norm, would otherwise make its buckets leave later than the others', and
+        meet a collective that is part of the backward.
+        """
+        for param in self._overtaken:
+            hooks = param._post_accumulate_grad_hooks or {}
+            # Those of another wrapper of the same parameter would do the same to ours.
+            if all(getattr(hook, "func", None) in _OURS for hook in hooks.values()):
+                continue
+            for key in [key for key, hook in hooks.items() if self._is_ours(hook)]:
+                hooks[key] = hooks.pop(key)
+        self._overtaken.clear()
+
+    def _is_ours(self, hook: Callable[..., object]) -> bool:
+        return getattr(hook, "func", None) in _OURS and cast("partial[None]", hook).args[0] is self._owner
 
     def watch_last(self, param: torch.Tensor, bucket_index: int) -> None:
         """A hook on the parameter whose gradient completes the bucket."""

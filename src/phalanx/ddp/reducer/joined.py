@@ -5,6 +5,7 @@ Either way it takes part in the collectives of the others with zeros, so that al
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from typing import TYPE_CHECKING
 
 import torch
@@ -34,16 +35,20 @@ def shadow(run: Pass, takes: bool) -> None:
 
 
 @torch.no_grad()
-def give_up(run: Pass) -> None:
+def give_up(run: Pass) -> Generator[None]:
     """Complete the collectives of a pass that raised on this rank, with a mark in what is sent from here.
 
+    In parts, as a pass that goes well, so that several wrappers launch in the same order on all ranks.
     Where every rank gave up, training goes on; otherwise every rank raises: some have the mean of a broken pass.
     """
     first = run.next
     for bucket in run.buckets[first:]:
+        if bucket is run.buckets[-1]:
+            yield
         bucket.open()
         _send_nothing(run, bucket, given_up=True)
     run.settle_sparse()
+    yield
     reading = None
     for bucket in run.buckets:
         if bucket.stage is Stage.IN_FLIGHT:

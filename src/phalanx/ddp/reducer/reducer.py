@@ -12,7 +12,7 @@ which backward is reduced at all in `arming`. Must not know of modules, buffers 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -29,12 +29,13 @@ from ..engine import current_backward
 from ..frames import untraced
 from ..messages import torn, unused_everywhere
 from . import slot
-from .arming import Arming, Forward
+from .arming import Arming, Ending, Forward
 from .bucket import Bucket, DenseBucket
 from .flight import Pass
 from .hooks import GradientHooks
 from .joined import give_up, shadow
 from .listener import Listener
+from .order import order_of, take_turns
 from .settling import ChooseBuckets, PlanState, Usage, fix, settle
 from .sparse import SparseBucket
 from .state import FAILED, IDLE, OBSERVING, REDUCING, PassState
@@ -61,9 +62,14 @@ class Reducer:
         plan: BucketPlan,
         collectives: Collectives,
         options: ReducerOptions,
+        number: int = 0,
     ) -> None:
+        """`number`: which of several wrappers over the same ranks it is; on all of them the same."""
         self.options = options
+        self.number = number
         self.collectives = collectives
+        self.order = order_of(collectives.group)
+        self.order.enter(self)
         self.strategy: Strategy = AllReduce(collectives)
         self.params = list(params)
         self._every_param = self.params  # also those that are left out once known to be unused
@@ -85,6 +91,7 @@ class Reducer:
         self.cut_key = plan.hash
         self.current: Pass | None = None  # the pass under way, or the one that failed
         self._raised_before = False  # whether a backward raised that had not begun a pass, and should have
+        self.backward, self.place = -1, 0  # which backward the last pass was part of, and its place in the launch order
         self.elsewhere: Callable[[Any], AbstractContextManager[None]] | None = None  # see `Forward`
         self._arming = Arming()
         self.hooks = GradientHooks(self)
@@ -122,7 +129,7 @@ class Reducer:
     def _tail_of(self, planned: PlannedBucket) -> Tail:
         num_late = len(self.plan.buckets) if planned.index == len(self.plan.buckets) - 1 else 0
         scale = self.strategy.transport_scale if self._tail_rides(planned) and not planned.sparse else 1.0
-        signature = f"{self.plan.hash}/{planned.index}"
+        signature = f"{self.number}/{self.plan.hash}/{planned.index}"
         return Tail(signature, len(planned.slots), num_late, self.collectives.world, scale)
 
     def _tail_rides(self, planned: PlannedBucket) -> bool:
@@ -170,9 +177,15 @@ class Reducer:
         if self.plan_state is PlanState.FIXED:
             fix(self)
 
-    def restart(self, collectives: Collectives, plan: BucketPlan) -> None:
-        """Go on over another set of ranks, or with parameters of another dtype: from step 0, with a first plan."""
+    def move(self, collectives: Collectives, number: int) -> None:
+        """Go on over another set of ranks; `restart` comes next."""
+        self.order.leave(self)
         self.collectives = self.strategy.collectives = collectives
+        self.number, self.order = number, order_of(collectives.group)
+        self.order.enter(self)
+
+    def restart(self, plan: BucketPlan) -> None:
+        """Go on from step 0, with a first plan, as for parameters of another dtype."""
         self.step = 0
         self.params = self._every_param
         self.plan_state, self.observed, self.usage = PlanState.FIRST, [], Usage()
@@ -185,6 +198,7 @@ class Reducer:
     def forward_begins(self, reduces: bool) -> Forward:
         """A forward runs whose backward is to be reduced, or not."""
         self.recover()
+        self.hooks.stay_last()
         return self._arming.forward_began(reduces)
 
     def reached(self, forward: Forward) -> None:
@@ -199,19 +213,29 @@ class Reducer:
         """After a pass that raised: bring all ranks to the same point."""
         if self.state >= OBSERVING and self._arming.noted is None and current_backward() == -1:
             self._fail()  # no backward runs, here or in another thread, so the pass cannot have ended as it should
-        if self.state is FAILED and self.current is not None:
-            if self.current.is_torn:
-                raise torn(f"rank {self.collectives.rank}: step {self.step}")
-            failed, self.current = self.current, None
-            self._give_up(failed)
-        elif self._raised_before:
-            # It had reached an output and no parameter: other ranks may have met one, and wait for us.
-            self._raised_before = False
-            self._give_up(Pass(self, joined=False, may_nest=True))
+        if self.has_failed:
+            take_turns([reducer.give_up() for reducer in self.order.failed_with(self)])
 
-    def _give_up(self, failed: Pass) -> None:
+    @property
+    def has_failed(self) -> bool:
+        """Whether a backward raised that was to be reduced, and other ranks may wait for us."""
+        return self._raised_before or self.state is FAILED
+
+    @property
+    def awaited(self) -> int | None:
+        """The number of the forward whose backward has not come, if one is to be reduced."""
+        is_idle = self.state is IDLE and not self._raised_before and any(param.requires_grad for param in self.params)
+        return self._arming.awaited if is_idle else None
+
+    def give_up(self) -> Generator[None]:
+        """Take part in what is left of a pass that failed, in parts between which other wrappers do theirs."""
+        failed, self.current, self._raised_before = self.current, None, False
+        if failed is not None and failed.is_torn:
+            self.current = failed
+            raise torn(f"rank {self.collectives.rank}: step {self.step}")
         try:
-            give_up(failed)
+            # It may have reached an output and no parameter: other ranks may have met one.
+            yield from give_up(Pass(self, joined=False, may_nest=True) if failed is None else failed)
         except BaseException:
             for bucket in self.buckets:
                 bucket.release()
@@ -226,13 +250,32 @@ class Reducer:
         """What the pass under way is doing."""
         return IDLE if self.current is None else self.current.state
 
+    @property
+    def noted(self) -> Ending | None:
+        """The end of the backward that runs now, if this wrapper is known to take part in it."""
+        return self._arming.noted
+
+    @property
+    def has_early_buckets(self) -> bool:
+        """Whether a pass is under way that has buckets left to launch before backward ends."""
+        return self.current is not None and self.state in (OBSERVING, REDUCING) and self.current.has_early_buckets
+
     def begin(self) -> Pass | None:
         """A parameter got gradient while no pass was under way: the pass that begins with it, if one does."""
         if not self._arming.begin(self):
             return None
+        ending = self.noted
+        if ending is not None:
+            # Beginning may be a collective too. One that has not begun by now has got no gradient on this rank.
+            for other in self.order.before(ending):
+                other.begin_owed()
         self.recover()
         self.current = Pass(self, joined=False, may_nest=self._arming.may_nest)
+        self._remember_place(ending)
         return self.current
+
+    def _remember_place(self, ending: Ending | None) -> None:
+        self.backward, self.place = (-1, 0) if ending is None else (ending.backward, ending.number)
 
     def arrived_again(self, index: int, bucket: Bucket, run: Pass) -> None:
         """More gradient for the same parameter in one pass: from now on its bucket waits for the end of backward."""
@@ -253,12 +296,20 @@ class Reducer:
 
     # -- end of backward -----------------------------------------------------------------------
 
-    def backward_raised(self, reduces: bool) -> None:
+    def backward_raised(self, ending: Ending, reduces: bool) -> None:
         """Called before the user sees the exception; `reduces`: had it gone on, it would have been reduced."""
+        self._remember_place(ending)
         if self.state in (OBSERVING, REDUCING):
             self._fail()
         elif self.state is IDLE and reduces and any(param.requires_grad for param in self.params):
             self._raised_before = True
+        if self.has_failed:
+            self.order.fail_waiting(ending.backward)
+
+    def fail_unreached(self, backward: int, number: int) -> None:
+        """A backward has raised that may have been one of this wrapper too, had it gone on."""
+        self._raised_before = True
+        self.backward, self.place = backward, number
 
     def _fail(self) -> None:
         assert self.current is not None, "a pass fails while it is under way"
@@ -268,26 +319,45 @@ class Reducer:
         for listener in self.listeners:
             listener.pass_failed()
 
+    def begin_owed(self) -> None:
+        """Begin the pass that no gradient has begun on this rank, if the backward is to be reduced all the same."""
+        if self.state < OBSERVING and self._arming.is_owed and any(param.requires_grad for param in self.params):
+            self.recover()
+            self.current = Pass(self, joined=False, may_nest=True)
+            self._remember_place(self.noted)
+
     @untraced
     def backward_ended(self) -> None:
         """Runs when the whole backward pass has ended; returns with every gradient averaged."""
-        if self.state < OBSERVING:
-            if not self._arming.is_owed or not any(param.requires_grad for param in self.params):
-                # As after torch.autograd.grad, or a backward through a model that is frozen for it.
-                for listener in self.listeners:
-                    listener.local_backward_ended()
-                return
-            self.recover()
-            self.current = Pass(self, joined=False, may_nest=True)
+        ending = self.noted
+        assert ending is not None, "the engine holds what it calls"
+        if not ending.is_over:
+            sharing = self.order.sharing(ending)
+            for reducer in sharing:
+                theirs = reducer.noted
+                assert theirs is not None, "the engine calls it yet"
+                theirs.is_over = True
+            take_turns([reducer.end() for reducer in sharing])
+
+    def end(self) -> Generator[None]:
+        """What is left to do when backward has ended, in parts between which other wrappers do theirs."""
+        self.begin_owed()
         run = self.current
-        assert run is not None, "a pass is under way"
+        if run is None or self.state < OBSERVING:
+            # As after torch.autograd.grad, or a backward through a model that is frozen for it.
+            for listener in self.listeners:
+                listener.local_backward_ended()
+            return
         for listener in self.listeners:
             listener.backward_ended()
         try:
             with nullcontext() if self.elsewhere is None else self.elsewhere(self):
-                run.flush()
+                run.flush_early_buckets()
+                yield
+                run.flush_last_bucket()
                 if not self.settled:
                     trim_heap()  # the only pass in which all gradients were there at once
+                yield
                 run.complete()
         except BaseException as error:
             self._fail()
@@ -317,6 +387,8 @@ class Reducer:
         self.unused_names = [self.plan.specs[index].name for index in unused]
         num_params = len(self.params)
         if not self.settled:
+            for param in self.params:
+                self.hooks.is_final(param)  # hooks that users have put on since are known from the first step on
             settle(self, unused)
         for listener in self.listeners:
             listener.pass_ended()

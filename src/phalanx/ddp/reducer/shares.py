@@ -2,7 +2,8 @@
 
 A rank multiplies its gradients with its weight while it packs them, and the tail adds the weights up, so that the sum can be
 divided when it is back. float16, and a hook that may use it, cannot hold a gradient times a number of tokens: there the
-ranks add up their weights first, by a small collective at the start of each pass, and multiply with numbers near one.
+ranks add up their weights first, by a small collective before the first bucket of each pass, and multiply with numbers
+near one.
 """
 
 from __future__ import annotations
@@ -22,13 +23,15 @@ class Shares:
     told: float | None = None
 
 
-def agree_on_shares(
-    weight: float | None, narrow: bool, collectives: Collectives, device: torch.device
-) -> Shares:
-    """The shares for a pass that begins; `narrow`: large numbers may not fit. Every rank calls it at the same point."""
-    mine = 1.0 if weight is None else float(weight)
-    if not narrow:
-        return Shares(mine, weight)
+    @classmethod
+    def of(cls, weight: float | None) -> Shares:
+        """Where large numbers fit, a rank needs to know nobody's weight but its own."""
+        return cls(1.0 if weight is None else float(weight), weight)
+
+
+def agree_on_shares(weight: float | None, collectives: Collectives, device: torch.device) -> Shares:
+    """The shares where large numbers may not fit. Every rank calls it at the same point."""
+    mine = Shares.of(weight).mine
     total = torch.tensor([mine], dtype=torch.float64, device=device)
     collectives.wait(collectives.all_reduce(total), "adding up the weights of the ranks")
     whole = float(total.item())

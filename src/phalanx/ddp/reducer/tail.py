@@ -3,7 +3,7 @@
 The sum over ranks is all that an all-reduce offers, so each fact is written as zeros and ones, one element per bit, in
 the bucket's own dtype. After the sum an element holds how many ranks said one:
 
-    signature   bits of (plan, bucket, step): every sum must be 0 or world, else ranks are out of step
+    signature   bits of (wrapper, plan, bucket, step): every sum must be 0 or world, else ranks are out of step
     weighted    how many ranks gave a weight of their own
     weight      bits of the weight in fixed point, so that the exact sum of weights can be put together
     nested      this rank knows of a backward inside this backward, so that gradient may still come late

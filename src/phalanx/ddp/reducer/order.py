@@ -1,0 +1,109 @@
+"""Several wrappers in one backward: whose buckets leave first.
+
+Collectives of one group pair up by the order in which each rank launches them. One wrapper launches in plan order, whatever
+order its buckets fill in. Wrappers that share a backward (encoder and decoder, generator and critic, twin critics) need
+such a rule between them too: a bucket with a parameter that this rank did not use waits for the end of backward here, and
+leaves early on the others. Of the wrappers in one backward, the one whose forward came last is the first:
+
+    during backward   the first wrapper's buckets but its last, then the second's but its last, …
+    at the end        what is left of those; then the last buckets; then what follows them (late parts, updates)
+
+Autograd runs first what was computed last, so the second wrapper's gradients come when the first's are all there, and it
+seldom waits. Ranks that run their forwards in different orders are told so by the tails, which name the wrapper.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Generator, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from .arming import Ending
+    from .reducer import Reducer
+
+
+class LaunchOrder:
+    """The wrappers of one process group, on this rank. Holds nobody alive."""
+
+    def __init__(self) -> None:
+        self.num_named = 0  # how many wrappers have got a number, on every rank
+        self._reducers: list[weakref.ref[Reducer]] = []
+
+    def enter(self, reducer: Reducer) -> None:
+        """From now on `reducer` launches by this order."""
+        self._reducers = [known for known in self._reducers if known() not in (None, reducer)]
+        self._reducers.append(weakref.ref(reducer))
+
+    def leave(self, reducer: Reducer) -> None:
+        """`reducer` has gone to another group."""
+        self._reducers = [known for known in self._reducers if known() not in (None, reducer)]
+
+    def sharing(self, ending: Ending) -> list[Reducer]:
+        """The wrappers that take part in the backward of `ending`, the first one first."""
+        if len(self._reducers) == 1:
+            return [ending.reducer]
+        found: list[tuple[int, Reducer]] = []
+        for reducer in self._alive:
+            theirs = reducer.noted
+            if theirs is not None and theirs.backward == ending.backward:
+                found.append((theirs.number, reducer))
+        return [reducer for _, reducer in sorted(found, key=lambda pair: -pair[0])]
+
+    def failed_with(self, reducer: Reducer) -> list[Reducer]:
+        """The wrappers whose passes failed in the same backward as that of `reducer`, in the order of that backward."""
+        failed = [known for known in self._alive if known.has_failed and known.backward == reducer.backward]
+        return sorted(failed, key=lambda known: -known.place)
+
+    def fail_waiting(self, backward: int) -> None:
+        """A backward has raised, perhaps before it came to wrappers that it has come to on another rank.
+
+        All ranks have run the same forwards, so all of them count the same wrappers in: those that wait for a backward.
+        """
+        for known in self._alive:
+            number = known.awaited
+            if number is not None:
+                known.fail_unreached(backward, number)
+
+    @property
+    def _alive(self) -> list[Reducer]:
+        return [known for reference in self._reducers if (known := reference()) is not None]
+
+    def before(self, ending: Ending) -> Iterator[Reducer]:
+        """Those of them that launch before this one."""
+        for reducer in self.sharing(ending):
+            if reducer is ending.reducer:
+                return
+            yield reducer
+
+    def after(self, ending: Ending) -> Reducer | None:
+        """The one of them that launches next after this one."""
+        sharing = self.sharing(ending)
+        place = sharing.index(ending.reducer) + 1
+        return sharing[place] if place < len(sharing) else None
+
+
+_orders: weakref.WeakKeyDictionary[dist.ProcessGroup, LaunchOrder] = weakref.WeakKeyDictionary()
+
+
+def order_of(group: dist.ProcessGroup) -> LaunchOrder:
+    """The one order of all wrappers over `group`."""
+    return _orders.setdefault(group, LaunchOrder())
+
+
+def take_turns(parts: Sequence[Generator[None]]) -> None:
+    """Each wrapper does what it has to do part by part, so that the parts come in the same order on every rank.
+
+    What one of them raises ends those of the others that are not through.
+    """
+    try:
+        while parts:
+            parts = [part for part in parts if next(part, _OVER) is not _OVER]
+    finally:
+        for part in parts:
+            part.close()
+
+
+_OVER = object()

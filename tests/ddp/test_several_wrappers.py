@@ -1,0 +1,192 @@
+"""Several wrappers over the same ranks: in one backward, in turns, and in an order that is not the same everywhere."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import phalanx
+from phalanx.comm.hooks import allreduce_hook
+from phalanx.errors import MismatchError
+from tests.cluster import run_ranks
+from tests.ddp.by_hand import alike, everywhere
+
+# Each wrapper has several buckets with this cap, in a model of either width.
+WIDTHS = {"small": (16, 0.0017), "large": (144, 0.09)}
+widths = pytest.mark.parametrize("size", WIDTHS)
+
+
+class Branched(nn.Module):
+    """A layer in the middle that a rank may leave out."""
+
+    def __init__(self, width: int, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first, self.extra, self.last = (nn.Linear(width, width) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, with_extra: bool) -> torch.Tensor:
+        x = torch.tanh(self.first(x))
+        return self.last(torch.tanh(self.extra(x)) if with_extra else x)
+
+
+def data(step: int, rank: int, width: int) -> torch.Tensor:
+    return torch.randn(4, width, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def leaves_out(rank: int, step: int, which: int) -> bool:
+    """Each rank leaves out the branch of each model in steps of its own, also two in one step."""
+    return (3 * step + rank + which) % 4 < 2
+
+
+def twins(models: Any, rank: int, step: int, width: int) -> torch.Tensor:
+    x = data(step, rank, width)
+    return sum(model(x, not leaves_out(rank, step, k)).square().mean() for k, model in enumerate(models))
+
+
+def chained(models: Any, rank: int, step: int, width: int) -> torch.Tensor:
+    x = data(step, rank, width)
+    for k, model in enumerate(models):
+        x = model(x, not leaves_out(rank, step, k))
+    return x.square().mean()
+
+
+def apart(models: Any, rank: int, step: int, width: int) -> torch.Tensor:
+    """Every other step one of them takes no part at all."""
+    return twins(models[: 1 + step % len(models)], rank, step, width)
+
+
+PROGRAMS = {"twins": twins, "chained": chained, "apart": apart}
+
+
+def train_together(rank: int, world: int, program: str, size: str, options: dict[str, Any], hook: str | None) -> None:
+    width, cap = WIDTHS[size]
+    models, plain = ([Branched(width, 1 + k) for k in range(3)] for _ in range(2))
+    wrapped = [phalanx.DistributedDataParallel(m, bucket_cap_mb=cap, on_unused="ignore", **options) for m in models]
+    assert all(len(one.plan.buckets) > 2 for one in wrapped)
+    if hook is not None:
+        for one in wrapped:
+            one.register_comm_hook(None, allreduce_hook)
+    loss_of = PROGRAMS[program]
+    for step in range(6):
+        for model in (*models, *plain):
+            model.zero_grad()
+        loss_of(wrapped, rank, step, width).backward()
+        for each in range(world):
+            (loss_of(plain, each, step, width) / world).backward()
+        for model, one in zip(models, plain, strict=True):
+            for (name, param), want in zip(model.named_parameters(), one.parameters(), strict=True):
+                assert (param.grad is None) == (want.grad is None), f"step {step}: {name}"
+                if param.grad is not None:
+                    torch.testing.assert_close(param.grad, want.grad, msg=f"step {step}: {name}")
+                    assert alike(param.grad)
+
+
+@everywhere
+@widths
+@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}], ids=["copies", "views"])
+def test_wrappers_share_a_backward_whatever_each_rank_leaves_out(
+    options: dict[str, Any], program: str, size: str, backend: str
+) -> None:
+    run_ranks(3, train_together, program, size, options, None, backend=backend)
+
+
+@everywhere
+def test_wrappers_with_hooks_share_a_backward(backend: str) -> None:
+    run_ranks(3, train_together, "twins", "small", {}, "allreduce", backend=backend)
+
+
+class MeanOverRanks(torch.autograd.Function):
+    """A collective in the midst of backward, as that of a differentiable all_gather."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        grad = grad.clone()
+        dist.all_reduce(grad)
+        return grad / dist.get_world_size()
+
+
+def log_on_one_rank(rank: int, world: int, size: str) -> int:
+    width, cap = WIDTHS[size]
+    torch.manual_seed(0)
+    first, second = nn.Linear(width, width), nn.Sequential(*(nn.Linear(width, width) for _ in range(3)))
+    model = nn.ModuleList([first, second])
+
+    class Whole(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = model
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.parts[1](MeanOverRanks.apply(self.parts[0](x)))
+
+    wrapped = phalanx.DistributedDataParallel(Whole(), bucket_cap_mb=cap)
+    seen: list[float] = []
+    if rank == 0:
+        for param in wrapped.parameters():
+            param.register_post_accumulate_grad_hook(lambda p: seen.append(float(p.grad.norm())))
+    for step in range(4):
+        wrapped.zero_grad()
+        wrapped(data(step, rank, width)).square().mean().backward()
+        assert all(alike(param.grad) for param in wrapped.parameters() if param.grad is not None)
+    return len(seen)
+
+
+@everywhere
+@widths
+def test_a_hook_of_one_rank_does_not_change_when_buckets_leave(size: str, backend: str) -> None:
+    assert run_ranks(2, log_on_one_rank, size, backend=backend) == [4 * 8, 0]
+
+
+def use_in_another_order(rank: int, world: int, made: bool) -> str:
+    models = [nn.Linear(4, 4), nn.Linear(4, 4)]
+    if rank == 1 and made:
+        models.reverse()
+    wrapped = [phalanx.DistributedDataParallel(model) for model in models]
+    if rank == 1:
+        wrapped.reverse()
+    with pytest.raises(MismatchError) as raised:
+        wrapped[0](torch.ones(2, 4)).sum().backward()
+    return str(raised.value)
+
+
+@everywhere
+@pytest.mark.parametrize("made", [False, True], ids=["used", "made"])
+def test_wrappers_of_one_shape_in_another_order_on_one_rank_are_told_apart(made: bool, backend: str) -> None:
+    for rank, message in enumerate(run_ranks(2, use_in_another_order, made, backend=backend)):
+        assert message.startswith(f"rank {rank}: step 0")
+        assert "wrapper 1" in message and "wrapper 2" in message and "same order on every rank" in message
+
+
+def one_of_two_raises(rank: int, world: int) -> None:
+    width, cap = WIDTHS["small"]
+    models = [Branched(width, seed) for seed in (1, 2)]
+    wrapped = [phalanx.DistributedDataParallel(model, bucket_cap_mb=cap) for model in models]
+
+    def refuse(_grad: torch.Tensor) -> None:
+        raise ValueError("on purpose")
+
+    for step in range(4):
+        if step == 2:
+            # After some buckets have left, at another place on each rank.
+            handle = next(models[rank % 2].parameters()).register_hook(refuse)
+            with pytest.raises(ValueError, match="on purpose"):
+                sum(one(data(step, rank, width), True).sum() for one in wrapped).backward()
+            handle.remove()
+        for model in models:
+            model.zero_grad()
+        sum(one(data(step, rank, width), True).sum() for one in wrapped).backward()
+        assert all(alike(param.grad) for model in models for param in model.parameters() if param.grad is not None)
+
+
+@everywhere
+def test_a_backward_of_two_wrappers_that_raises_on_all_ranks_can_be_followed_by_another(backend: str) -> None:
+    run_ranks(2, one_of_two_raises, backend=backend)

@@ -1,0 +1,71 @@
+"""Mistakes in what several wrappers of one backward do to each other."""
+
+from __future__ import annotations
+
+from tests.mutants.mutation import Mutation
+
+FLIGHT = "src/phalanx/ddp/reducer/flight.py"
+HOOKS = "src/phalanx/ddp/reducer/hooks.py"
+ORDER = "src/phalanx/ddp/reducer/order.py"
+REDUCER = "src/phalanx/ddp/reducer/reducer.py"
+MODULE = "src/phalanx/ddp/module.py"
+TESTS = "tests/ddp/test_several_wrappers.py"
+
+MUTATIONS = (
+    Mutation(
+        name="order: a wrapper does not wait for the one before it",
+        file=FLIGHT,
+        old="        if ending is not None and any(other.has_early_buckets for other in order.before(ending)):\n",
+        new="        if ending is None:\n",
+        tests=TESTS,
+    ),
+    Mutation(
+        name="order: the first forward is the first to launch",
+        file=ORDER,
+        old="        return [reducer for _, reducer in sorted(found, key=lambda pair: -pair[0])]\n",
+        new="        return [reducer for _, reducer in sorted(found, key=lambda pair: pair[0])]\n",
+        tests=TESTS,
+    ),
+    Mutation(
+        name="order: at the end of backward each wrapper goes to its own end at once",
+        file=REDUCER,
+        old="            take_turns([reducer.end() for reducer in sharing])\n",
+        new="            for reducer in sharing:\n                take_turns([reducer.end()])\n",
+        tests=TESTS,
+    ),
+    Mutation(
+        name="order: a wrapper without gradient begins only at the end",
+        file=REDUCER,
+        old="                other.begin_owed()\n",
+        new="                pass\n",
+        tests=TESTS,
+    ),
+    Mutation(
+        name="order: a wrapper that a failed backward did not reach is left out",
+        file=REDUCER,
+        old="            self.order.fail_waiting(ending.backward)\n",
+        new="            pass\n",
+        tests=TESTS,
+    ),
+    Mutation(
+        name="order: wrappers of one shape have the same signature",
+        file=REDUCER,
+        old='        signature = f"{self.number}/{self.plan.hash}/{planned.index}"\n',
+        new='        signature = f"{self.plan.hash}/{planned.index}"\n',
+        tests=TESTS,
+    ),
+    Mutation(
+        name="order: hooks that users add stay behind ours",
+        file=REDUCER,
+        old="        self.hooks.stay_last()\n",
+        new="",
+        tests=TESTS,
+    ),
+    Mutation(
+        name="order: every wrapper has the number one",
+        file=MODULE,
+        old="        return order.num_named\n",
+        new="        return 1\n",
+        tests=TESTS,
+    ),
+)
