@@ -144,6 +144,17 @@ class Verdict:
     shared: tuple[tuple[bool, ...], ...]
 
 
+def refused_by_torch(program: Program) -> str | None:
+    """What torch alone raises for the same program, without any wrapper; None if it runs."""
+    jobs = [Alone(program, rank) for rank in range(program.ranks)]
+    try:
+        for event in program.events:
+            advance(jobs, event, [0.0] * len(jobs[0].params))
+    except Exception as error:
+        return type(error).__name__
+    return None
+
+
 def judge(program: Program, trace: Sequence[Snapshot], rank: int, state: dict[str, Any] | None) -> Verdict:
     """Run the reference beside the trace of `rank`, event by event, up to the first difference."""
     jobs = [Alone(program, number) for number in range(program.ranks)]

@@ -160,6 +160,8 @@ class Traits:
 
     def draw_parts(self) -> tuple[Part, ...]:
         kinds = ["Wide", "Biased", "Words", "Tied", "Odd", "Frozen", "Unannounced"]
+        if self.options.get("mixed", ("",))[0] == "float16":
+            kinds.remove("Unannounced")  # torch cannot add up sparse gradients of that dtype
         if self.mode == "compiled":
             kinds = kinds[:4]
         elif "mixed" not in self.options:

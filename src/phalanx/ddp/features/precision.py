@@ -9,19 +9,26 @@
 
 Buffers go the same way. Checkpoints, optimizers and users therefore never see a low-precision tensor. The
 copies made by a forward are kept until its backward has ended: autograd saved the tensors themselves.
+
+A backward is known by the wrapper's outputs that it reaches. Of a loss that was no output it is known when it computes a
+part of the module again (checkpointing), which has to be as low as the first time.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils.hooks import RemovableHandle
 
-from ..engine import BackwardEnd
+from ..engine import BackwardEnd, current_backward
 from ..frames import untraced
+from ..reducer.hooks import remove_all
 from ..reducer.listener import Listener
 from ..structure import map_tensors
 
@@ -53,6 +60,9 @@ class LowPrecision(Listener):
         self._full: list[torch.Tensor] = []
         self._low: list[torch.Tensor] = []
         self._in_backward = False
+        self._modules = weakref.WeakSet(module.modules())
+        self._handles: list[RemovableHandle] = []  # none or one
+        weakref.finalize(self, remove_all, self._handles)
 
     @property
     def reduce_dtype(self) -> torch.dtype | None:
@@ -104,6 +114,7 @@ class LowPrecision(Listener):
             # A forward inside backward (checkpointing around the wrapper) or inside another one: they are low already.
             yield
             return
+        remove_all(self._handles)
         self._low = self._make_low()
         self._enter()
         try:
@@ -112,6 +123,23 @@ class LowPrecision(Listener):
             self._leave()
             if not torch.is_grad_enabled():
                 self._low = []
+            elif not torch.compiler.is_compiling():
+                self._watch()
+
+    def _watch(self) -> None:
+        """Until the backward has ended: see whether a part of the module is computed again in it."""
+        method = weakref.WeakMethod(self._module_runs)
+
+        def before(module: torch.nn.Module, _args: Any) -> None:
+            runs = method()
+            if runs is not None:
+                runs(module)
+
+        self._handles.append(register_module_forward_pre_hook(before))
+
+    def _module_runs(self, module: torch.nn.Module) -> None:
+        if current_backward() != -1 and not self._full and module in self._modules:
+            self.begin_backward()
 
     def local_backward_ended(self) -> None:
         """Of a backward whose outputs we did not see: gradients are as low as the forward was."""
@@ -127,8 +155,14 @@ class LowPrecision(Listener):
             # Also if the backward raises: nobody outside may see a parameter in low precision.
             BackwardEnd(self._end_backward).queue()
 
+    def backward_ended(self) -> None:
+        """The reducer is about to take gradients, perhaps before the end that was queued here."""
+        self._end_backward()
+
     @untraced
     def _end_backward(self) -> None:
-        self._leave()
-        self._low = []
-        self._in_backward = False
+        if self._in_backward:
+            self._leave()
+            self._low = []
+            self._in_backward = False
+            remove_all(self._handles)

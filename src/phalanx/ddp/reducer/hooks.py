@@ -84,7 +84,8 @@ def _on_refused_gradient(reference: Reference, name: str, promise: str, _param: 
 _OURS = (_on_gradient, _on_last_gradient)
 
 
-def _remove(handles: list[RemovableHandle]) -> None:
+def remove_all(handles: list[RemovableHandle]) -> None:
+    """Take these hooks off, wherever they are."""
     for handle in handles:
         handle.remove()
     handles.clear()
@@ -97,7 +98,7 @@ class GradientHooks:
         self._owner = weakref.ref(owner)
         self._handles: list[RemovableHandle] = []
         # Hooks of a wrapper that is gone would make the next one think that users want to see gradients (`is_final`).
-        weakref.finalize(owner, _remove, self._handles)
+        weakref.finalize(owner, remove_all, self._handles)
         self._watched: list[int] = []  # the parameters with a hook each, by identity
         self._overtaken: list[torch.Tensor] = []  # those on which users have put hooks after ours
 
@@ -147,7 +148,7 @@ class GradientHooks:
 
     def detach(self) -> None:
         """Take all of them off."""
-        _remove(self._handles)
+        remove_all(self._handles)
         self._watched = []
 
     def _add(self, param: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
