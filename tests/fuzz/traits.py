@@ -232,7 +232,8 @@ class Traits:
         rounds = rounds or self.kinds & {"weights", "inner", "join", "again", "clip", "each", "twice", "partial"}
         rounds = rounds or any(part.dtype in ("bfloat16", "float16") for part in self.parts)
         linear = (*LINEAR_OPTIMIZERS, "adagrad")  # which divides by the root of a sum that begins at 0.1
-        if self.mode.startswith("overlapped") and rounds and options["optimizer"] not in linear:
+        only_parameters = self.mode.startswith("overlapped") or self.mode == "in_backward"
+        if only_parameters and rounds and options["optimizer"] not in linear:
             options["optimizer"] = self.chance.choice(LINEAR_OPTIMIZERS)
         # The others divide by a root that vanishes in 16 bits.
         if any(part.dtype == "float16" for part in self.parts) and options["optimizer"] not in LINEAR_OPTIMIZERS:
