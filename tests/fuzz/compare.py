@@ -61,7 +61,9 @@ def _adds_late(program: Program) -> bool:
         nested = {number for number, how in route if how == "reentrant"}
         if any(sum(number == part for number, _ in route) > 1 for part in nested):
             return True
-    return False
+    # Both forwards use every part of their route.
+    both = [event for event in program.events if type(event).__name__ == "TwoForwards"]
+    return any(how == "reentrant" for route in routes_of(both) for _, how in route)
 
 
 def _has_join(program: Program) -> bool:
