@@ -233,6 +233,8 @@ def _average(jobs: Sequence[Alone], means: Sequence[Mean], number: int) -> float
     weights = [1.0 if mean.weight is None else mean.weight for mean in means]
     stays_sparse = jobs[0].is_sparse[number]
     total = _weighted_sum(held, weights, stays_sparse)
+    # Before the mean is written, perhaps to the same tensors.
+    largest = max((g.to_dense().abs().max().item() for g in held if g is not None and g.numel()), default=0.0)
     for job, mean in zip(jobs, means, strict=True):
         if mean.absent and not job.program.has_sharded_state:
             continue
@@ -241,7 +243,7 @@ def _average(jobs: Sequence[Alone], means: Sequence[Mean], number: int) -> float
             param.grad = total.clone()
         else:
             param.grad.copy_(total)
-    return max((g.to_dense().abs().max().item() for g in held if g is not None and g.numel()), default=0.0)
+    return largest
 
 
 def _weighted_sum(held: Sequence[torch.Tensor | None], weights: Sequence[float], stays_sparse: bool) -> torch.Tensor:
