@@ -169,6 +169,9 @@ def judge(program: Program, trace: Sequence[Snapshot], rank: int, state: dict[st
         found = _first_difference(program, event, got, wanted[rank], before, scales)
         if found is not None:
             return Verdict(Difference(at, *found), tuple(shared))
+        if any(not _same(mine, other) for w in wanted for mine, other in zip(w.params, wanted[0].params, strict=True)):
+            # Each rank's own gradient, of a parameter that nobody used, has been stepped with: replicas no more.
+            return Verdict(None, tuple(shared))
         alike = tuple(all(_same(w.grads[n], wanted[0].grads[n]) for w in wanted) for n in range(len(before)))
         # How far a backward got before it raised may differ between ranks: zeros here, no gradient there.
         shared.append((False,) * len(alike) if type(event).__name__ == "Fail" else alike)
