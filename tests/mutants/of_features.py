@@ -30,7 +30,7 @@ MUTATIONS = (
         old="            self._low = self._make_low()\n        self._full = [tensor.data for tensor in tensors]\n",
         new="            self._low = [tensor.data for tensor in tensors]\n"
         "        self._full = [tensor.data for tensor in tensors]\n",
-        words="mixed",
+        words="mixed recomputed TwoForwards",
         tests="tests/ddp/test_precision.py",
     ),
     Mutation(

@@ -126,14 +126,6 @@ MUTATIONS = (
         tests="tests/ddp/test_nested_backward.py",
     ),
     Mutation(
-        name="late: every slot's gradient counts as late",
-        file=LATE,
-        old="    part.states[:] = bytes(LOCAL if state == LATE else ABSENT for state in bucket.states)\n",
-        new="    part.states[:] = bytes(LOCAL if state != LOCAL else ABSENT for state in bucket.states)\n",
-        words="reentrant again",
-        tests="tests/ddp/test_nested_backward.py",
-    ),
-    Mutation(
         name="late: which parameters came late is taken for which were used",
         file=LATE,
         old="    late = run.wanted.pop(bucket.index, None)\n",
