@@ -166,9 +166,11 @@ def judge(program: Program, trace: Sequence[Snapshot], rank: int, state: dict[st
         scales = [0.0] * len(before)
         advance(jobs, event, scales)
         wanted = [take_snapshot(job) for job in jobs]
-        found = _first_difference(program, event, got, wanted[rank], before, scales)
+        found = _first_difference(program, event, got, wanted[rank], before, scales, jobs[0].cancelled)
         if found is not None:
             return Verdict(Difference(at, *found), tuple(shared))
+        if any(not torch.equal(p, old) for p, old in zip(jobs[rank].params, before, strict=True)):
+            jobs[0].cancelled = [1.0] * len(before)  # the step is over
         if any(not _same(mine, other) for w in wanted for mine, other in zip(w.params, wanted[0].params, strict=True)):
             # Each rank's own gradient, of a parameter that nobody used, has been stepped with: replicas no more.
             return Verdict(None, tuple(shared))
@@ -181,7 +183,13 @@ def judge(program: Program, trace: Sequence[Snapshot], rank: int, state: dict[st
 
 
 def _first_difference(
-    program: Program, event: Any, got: Snapshot, want: Snapshot, before: Sequence[torch.Tensor], scales: Sequence[float]
+    program: Program,
+    event: Any,
+    got: Snapshot,
+    want: Snapshot,
+    before: Sequence[torch.Tensor],
+    scales: Sequence[float],
+    cancelled: Sequence[float],
 ) -> tuple[str, str] | None:
     if got.broken:
         return "kept", got.broken[0]
@@ -195,10 +203,10 @@ def _first_difference(
         found = differs(grad, wanted, program, scale, exact)
         if found is not None:
             return "gradient", f"{name}: the gradient {found}"
-    for name, param, wanted, old in zip(names, got.params, want.params, before, strict=True):
+    for name, param, wanted, old, times in zip(names, got.params, want.params, before, cancelled, strict=True):
         # A step is as exact as its gradient, and its sum with the parameter rounds once more.
         moved = (wanted - old).abs().max().item() if old.numel() else 0.0
-        found = differs(param, wanted, program, moved, exact, ulps_of=wanted)
+        found = differs(param, wanted, program, moved * times, exact, ulps_of=wanted)
         if found is not None:
             return "parameter", f"{name}: {found}, in a step of {moved:.2g}"
     for number, (buffer, wanted) in enumerate(zip(got.buffers, want.buffers, strict=True)):

@@ -53,6 +53,8 @@ class Alone:
         self.broken: list[str] = []
         # Whether the parameter got gradient since the last mean, also in backwards that were not reduced.
         self.fired = [False] * len(self.params)
+        # How many times larger the ranks' gradients were than their mean, in which what was rounded weighs that much more.
+        self.cancelled = [1.0] * len(self.params)
         self._low: list[Any] = []
         self._copies_buffers = True
         name, options = OPTIMIZERS[program.optimizer]
@@ -243,6 +245,8 @@ def _average(jobs: Sequence[Alone], means: Sequence[Mean], number: int) -> float
             param.grad = total.clone()
         else:
             param.grad.copy_(total)
+    mean = total.to_dense().abs().max().item() if total.numel() else 0.0
+    jobs[0].cancelled[number] = max(jobs[0].cancelled[number], min(largest / mean, 1e3) if mean else 1.0)
     return largest
 
 
