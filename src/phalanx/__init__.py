@@ -14,11 +14,13 @@ from .comm.bucket import GradBucket
 from .ddp import DistributedDataParallel, MixedPrecision
 from .errors import PhalanxError
 from .launch.worker import Worker, init
+from .swap.after_import import when_imported
 from .zero import ZeroRedundancyOptimizer
 
 if TYPE_CHECKING:
     from . import compile, observe, remote
     from .remote import DistributedOptimizer
+    from .swap import install
 
 __version__ = "0.1.0"
 
@@ -32,14 +34,23 @@ __all__ = [
     "ZeroRedundancyOptimizer",
     "compile",
     "init",
+    "install",
     "observe",
     "optim",
     "remote",
 ]
 
+# For libraries that ask whether an optimizer is torch's sharded one. Registered and not derived from: importing that module
+# takes longer than importing this package.
+when_imported(
+    "torch.distributed.optim.zero_redundancy_optimizer",
+    lambda module: module.ZeroRedundancyOptimizer.register(ZeroRedundancyOptimizer),
+)
+
 _LAZY = {
     "DistributedOptimizer": (".remote", "DistributedOptimizer"),
     "compile": (".compile", None),
+    "install": (".swap", "install"),
     "observe": (".observe", None),
     "remote": (".remote", None),
 }

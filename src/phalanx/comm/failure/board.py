@@ -10,6 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import multiprocessing
+import multiprocessing.util
+import os
 import sys
 import time
 import weakref
@@ -38,9 +41,9 @@ class FailureBoard:
     """The notes of one process group. Every call is bounded in time and raises nothing of the store's."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self.rank = dist.get_rank(group)
-        self.world = dist.get_world_size(group)
-        self._store = dist.PrefixStore("phalanx/failures", group.get_group_store())
+        self.rank = group.rank()
+        self.world = group.size()
+        self._store = dist.PrefixStore("phalanx/failures", _store_of(group))
         # A rank's first error is the cause; those after it are consequences, and would only cover it up.
         self._posted = False
         self.last_words: str | None = None  # what this rank posted last, retracted or not
@@ -48,6 +51,7 @@ class FailureBoard:
     def announce_uncaught(self) -> None:
         """Post the exception that ends this process, should one do so."""
         _watched.add(self)
+        _watch_child_process()
         if sys.excepthook is not _announce:
             _previous.append(sys.excepthook)
             sys.excepthook = _announce
@@ -141,9 +145,40 @@ class FailureBoard:
             return False
 
 
+def _store_of(group: dist.ProcessGroup) -> dist.Store:
+    """The store that the group's ranks share; one of this rank alone for a group that was made without."""
+    try:
+        store = group.get_group_store()
+    except RuntimeError:
+        store = None
+    # Notes on it reach nobody, and nobody's reach us: failures are then known by what the transport says.
+    return dist.HashStore() if store is None else store
+
+
 # Weak: a board goes with its group, and must not be posted to afterwards.
 _watched: weakref.WeakSet[FailureBoard] = weakref.WeakSet()
 _previous: list[Callable[..., None]] = []
+_children: dict[str, int] = {}  # "watched": the process whose end is watched; a forked child has another number
+
+
+def _watch_child_process() -> None:
+    """In a child of multiprocessing: have its end watched too, since no `excepthook` is called there."""
+    if multiprocessing.parent_process() is None or _children.get("watched") == os.getpid():
+        return
+    _children["watched"] = os.getpid()
+    # Run in the `finally` around the child's function, while its exception is on its way out. The priority is above that of
+    # multiprocessing's own, which may wait for threads of queues.
+    multiprocessing.util.Finalize(None, _announce_child, exitpriority=1000)
+
+
+def _announce_child() -> None:
+    """The child's function has ended: by an exception, or by the exit that torch's `spawn` turns one into."""
+    error = sys.exc_info()[1]
+    if isinstance(error, SystemExit):
+        error = error.__context__ if error.code else None
+    if error is not None and not isinstance(error, SystemExit):
+        for board in list(_watched):
+            board.post_error(error)
 
 
 def _announce(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
