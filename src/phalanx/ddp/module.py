@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..comm.hooks import adopt_hook, check_hook
+from ..comm.hooks import adopt_hook, check_hook, check_state
 from ..comm.memory.heap import keep_freed_memory
 from ..comm.replicate import replicate
 from ..comm.torch_backend import collectives_for
@@ -34,9 +34,12 @@ from .agreement import verify_same
 from .features.buffers import BufferHookLocation, BufferSync
 from .features.bypass import Bypass
 from .features.dist_autograd import current_context, gradients_of_context
+from .features.drift import DriftCheck
 from .features.in_backward import StepInBackward, SteppedInBackward
 from .features.join import JoinedTraining, announce_reduction, common_rank
+from .features.nonfinite import NonFinite
 from .features.precision import LowPrecision, MixedPrecision
+from .features.settings import CarriedSettings
 from .features.torch_in_backward import torch_in_backward
 from .frames import call, hides_from_dynamo, report_uncompiled, transparent, untraced
 from .like_torch.base import TorchBase
@@ -72,10 +75,12 @@ def _activate(wrapper: Any, cut_key: str | None) -> None:
 class DistributedDataParallel(TorchBase):
     """Train `module` on every rank of a group with gradients averaged during backward.
 
-    All of torch 2.13's arguments are taken and mean the same. One more, `on_unused`, says what to do when
-    no rank used some parameter: "warn" once (default), "raise", or "ignore". Parameters and buffers are
-    replicated from rank 0 at construction; after every backward all ranks hold bit-identical gradients. It is a
-    subclass of torch's wrapper, for libraries that ask, and runs none of its code.
+    All of torch 2.13's arguments are taken and mean the same. Three more: `on_unused` says what to do when no rank used some
+    parameter: "warn" once (default), "raise", or "ignore". `on_nonfinite` says what to do about NaN and infinity in a rank's
+    own gradients, before they spread: "raise", "warn", "skip" (drop the step's gradients on every rank), or nothing
+    (default). `check_drift_every` compares the parameters of the ranks after every so many backwards. Parameters and
+    buffers are replicated from rank 0 at construction; after every backward all ranks hold bit-identical gradients. It is
+    a subclass of torch's wrapper, for libraries that ask, and runs none of its code.
     """
 
     def __init__(
@@ -102,11 +107,14 @@ class DistributedDataParallel(TorchBase):
         forward_sync_buffers: bool | None = None,
         *,
         on_unused: str | None = None,
+        on_nonfinite: str | None = None,
+        check_drift_every: int | None = None,
     ) -> None:
         torch.nn.Module.__init__(self)  # not torch's wrapper's, of which nothing runs
         Joinable.__init__(self)
         arguments.check_module(module)
         keep_freed_memory(os.environ)
+        arguments.check_precision(mixed_precision)
         delayed = arguments.check_delayed(delay_all_reduce_named_params, param_to_hook_all_reduce)
         self.process_group = arguments.choose_group(process_group, device_mesh)
         arguments.adapt_to_mesh(module, device_mesh)
@@ -140,6 +148,8 @@ class DistributedDataParallel(TorchBase):
         self.static_graph = static_graph
         self.mixed_precision = mixed_precision
         self.on_unused = arguments.choose_on_unused(on_unused, find_unused_parameters or static_graph)
+        self.on_nonfinite = arguments.check_on_nonfinite(on_nonfinite)
+        self.check_drift_every = arguments.check_every(check_drift_every)
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = True
         self._number = 0  # until the ranks have agreed on one
@@ -178,10 +188,14 @@ class DistributedDataParallel(TorchBase):
         params = [param for _, param in self._trained]
         self.reducer = Reducer(params, self._first_plan, self.collectives, options, self._number)
         self.timeline = Timeline(self.reducer)
-        self.reducer.listeners += [self.timeline, Bypass(self)]
+        self.reducer.listeners += [self.timeline, Bypass(self), CarriedSettings(self.reducer)]
         if self._low is not None:
             self.reducer.listeners.append(self._low)
-        self.collectives.board.announce_uncaught()
+        if self.on_nonfinite is not None:
+            self.reducer.listeners.append(NonFinite(self.reducer, self.on_nonfinite))
+        if self.check_drift_every is not None:
+            self.reducer.listeners.append(DriftCheck(self, self.check_drift_every))
+        _ = self.collectives.board  # from now on the other ranks are told if this process ends by an exception
         announce(self)
 
     def _make_plan(self, trained: Sequence[tuple[str, torch.nn.Parameter]]) -> BucketPlan:
@@ -193,6 +207,7 @@ class DistributedDataParallel(TorchBase):
 
     def _agree(self) -> int:
         """Compare with the other ranks before any data moves; returns this wrapper's number among those of the group."""
+        self.collectives.agree("the arguments of DistributedDataParallel", arguments.in_words(self))
         settings = f"views={self.gradient_as_bucket_view} buffers={self.forward_sync_buffers}"
         order = order_of(self.collectives.group)
         order.num_named = verify_same(self._first_plan, settings, self.collectives, order.num_named) + 1
@@ -359,6 +374,7 @@ class DistributedDataParallel(TorchBase):
         """Let `hook(state, bucket)` reduce each bucket; once per wrapper, before training."""
         try:
             check_hook(hook, self.device)
+            check_state(hook, state)
         except PhalanxError as error:
             self._log_and_throw(type(error), str(error))
         if self._hook is not None:
@@ -377,7 +393,6 @@ class DistributedDataParallel(TorchBase):
         """
         self.process_group = arguments.choose_group(new_process_group, None)
         self.collectives = collectives_for(self.process_group)
-        self.collectives.board.announce_uncaught()
         self._number = self._agree()
         self.reducer.move(self.collectives, self._number)
         self.reducer.restart(self._first_plan)

@@ -11,7 +11,19 @@ from functools import reduce
 import torch
 
 from ..comm.collectives import Collectives
-from ..errors import ReductionError
+from ..errors import ArgumentTypeError, ConfigError, MismatchError, ReductionError
+
+
+def check_limits(max_norm: object, norm_type: object) -> None:
+    """Refuse limits by which no gradient can be clipped."""
+    for name, value in (("max_norm", max_norm), ("norm_type", norm_type)):
+        if isinstance(value, bool) or not isinstance(value, (int, float, torch.Tensor)):
+            raise ArgumentTypeError(f"{name} of clip_grad_norm_ is a number, got {value!r}.")
+        if not float(value) >= 0 or (name == "norm_type" and not float(value) > 0):
+            raise ConfigError(
+                f"{name} of clip_grad_norm_ is {value!r}: every gradient would become NaN or change its sign. Give a number "
+                "above 0; float('inf') leaves gradients as they are, or means the largest element."
+            )
 
 
 def clip_gradients(
@@ -39,7 +51,8 @@ def clip_shards(
     shards = [part for part in shards if part.numel()]
     norms = [_norm(part, norm_type).to(grads[0].device) for part in shards]
     own = torch.stack(norms) if norms else torch.zeros(1, dtype=torch.float64, device=grads[0].device)
-    total = _norm_of_norms(torch.linalg.vector_norm(own, norm_type), norm_type, collectives)
+    limits = (float(max_norm), float(norm_type), float(error_if_nonfinite))
+    total = _norm_of_norms(torch.linalg.vector_norm(own, norm_type), limits, collectives)
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         raise ReductionError(
             f"The total norm of order {norm_type} for gradients is non-finite, so it cannot be clipped. To disable this "
@@ -60,10 +73,21 @@ def _norm(part: torch.Tensor, norm_type: float) -> torch.Tensor:
     return norm
 
 
-def _norm_of_norms(own: torch.Tensor, norm_type: float, collectives: Collectives) -> torch.Tensor:
-    """The norm over all ranks, from the norm of what each of them has."""
+def _norm_of_norms(own: torch.Tensor, limits: tuple[float, float, float], collectives: Collectives) -> torch.Tensor:
+    """The norm over all ranks, from the norm of what each of them has; all must clip by the same `limits`."""
     # Gathered, not added up: each rank then adds the same numbers in the same order, so that all clip alike.
-    everyone = torch.zeros(collectives.world, dtype=own.dtype, device=own.device)
-    collectives.wait(collectives.all_gather(everyone, own.reshape(1)), "adding up the norm of gradients")
-    norm: torch.Tensor = torch.linalg.vector_norm(everyone, norm_type)
-    return norm
+    # With the limits beside it, which are compared at no collective's cost.
+    mine = torch.tensor([0.0, *limits], dtype=torch.float64, device=own.device)
+    mine[0] = own
+    everyone = torch.zeros(collectives.world * len(mine), dtype=torch.float64, device=own.device)
+    collectives.wait(collectives.all_gather(everyone, mine), "adding up the norm of gradients")
+    rows = everyone.view(collectives.world, -1)
+    # On a device the host would have to wait for the answer; there the next backward tells (`zero.settings`).
+    if own.device.type == "cpu" and bool((rows[:, 1:] != rows[0, 1:]).any()):
+        said = [f"rank {rank}: max_norm={row[1]:g}, norm_type={row[2]:g}" for rank, row in enumerate(rows.tolist())]
+        raise MismatchError(
+            f"rank {collectives.rank}: the ranks differ in the limits of clip_grad_norm_ ({'; '.join(said)}). No gradient "
+            "was changed. Give every rank the same arguments."
+        )
+    norm: torch.Tensor = torch.linalg.vector_norm(rows[:, 0], limits[1])
+    return norm.to(own.dtype)

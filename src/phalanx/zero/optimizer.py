@@ -17,15 +17,16 @@ from ..comm.torch_backend import collectives_for
 from ..ddp.arguments import choose_group
 from ..ddp.module import DistributedDataParallel
 from ..ddp.wrappers import known_wrappers
-from ..errors import ConfigError, PhalanxError, ReductionError, StateError
+from ..errors import ArgumentTypeError, ConfigError, PhalanxError, ReductionError, StateError
 from . import step_hooks
-from .clipping import clip_gradients, clip_shards
+from .clipping import check_limits, clip_gradients, clip_shards
 from .join import JoinedStep
 from .memory import MemoryReport, report_memory
 from .overlap.overlap import Overlap
 from .partition.element import Placement
 from .partition.kinds import PartitionChoice, check_class, choose_partition
 from .partition.param_table import check_params
+from .settings import CommonSettings
 from .state.caller import asked_by_checkpoint
 from .state.loading import check_states, check_structure, install
 from .state.sharded_optimizer import ShardedOptimizer
@@ -90,6 +91,18 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         self.partition, self.partition_reason = choice.partition, choice.reason
         as_views = self.parameters_as_bucket_view and not overlap_with_ddp
         placement = _placement(shared_parameters, as_views, choice, self.world_size)
+        self._settings = CommonSettings(self, collectives)
+        self._settings.agree_on_all(
+            {
+                "optimizer_class": f"{optimizer_class.__module__}.{optimizer_class.__qualname__}",
+                "stage": str(stage),
+                "partition": choice.partition,
+                "overlap_with_ddp": str(bool(overlap_with_ddp)),
+                "step_in_backward": str(overlap_with_ddp and step_in_backward is not False),
+                "parameters_as_bucket_view": str(self.parameters_as_bucket_view),
+                "shared_parameters": str(bool(shared_parameters)),
+            }
+        )
         self._sharded = ShardedOptimizer(optimizer_class, defaults, self.param_groups, choice, collectives, placement)
         # Schedulers look here for options that were left at their default.
         self.defaults = {**self.optim.defaults}
@@ -120,6 +133,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
 
         Returns what the closure returned, if there is one. Keywords go to the optimizer's own `step`.
         """
+        if closure is not None and not callable(closure):
+            raise ArgumentTypeError(f"step() takes a function that computes the loss again, or nothing, got {closure!r}.")
         # torch.distributed.checkpoint makes a step on zeros where it finds no state, and does not find what lies elsewhere.
         if self._has_state and asked_by_checkpoint() is not None:
             return None
@@ -141,6 +156,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
 
     def _step(self, closure: Any = None, **kwargs: Any) -> Any:
         sharded = self._sharded
+        self._settings.check()
         # Schedulers edit the groups that the user sees; the local optimizer has groups of its own.
         # A state collected earlier is outdated from here on, even if the step raises.
         sharded.local.pull(self.param_groups)
@@ -187,9 +203,12 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, at any time; every rank calls it. State that exists is partitioned anew with the rest."""
+        if not isinstance(param_group, dict):
+            raise ArgumentTypeError(f"a parameter group is a dict with 'params' and options, got {param_group!r:.80}.")
         super().add_param_group(param_group)
         if self.initialized:
             try:
+                self._settings.agree_on_all({})
                 self._sharded.add_group(self.param_groups)
             # Every rank refuses the same group, so that all of them take it back and go on as before.
             except PhalanxError:
@@ -205,12 +224,16 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
 
         Exact however gradients are sharded. Every rank calls it and gets the same number.
         """
+        check_limits(max_norm, norm_type)
         overlap = self._overlap
         if overlap is not None and overlap.in_backward:
             raise ReductionError(
                 "clip_grad_norm_() comes too late: the step has been made during backward. Make the optimizer with "
                 "step_in_backward=False."
             )
+        # A rank that has joined without inputs does not clip, and is not at fault.
+        if not self._join_config.enable:
+            self._settings.clipped(max_norm, norm_type, error_if_nonfinite)
         if overlap is None or overlap.gradient_shards is None:
             return clip_gradients(self._all_params, max_norm, norm_type, error_if_nonfinite)
         shards = overlap.gradient_shards.owned()
@@ -226,7 +249,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
 
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Collect the whole state in the memory of rank `to`, part by part; every rank calls it."""
-        if not 0 <= to < self.world_size:
+        if isinstance(to, bool) or not isinstance(to, int) or not 0 <= to < self.world_size:
             raise ConfigError(f"to must be a rank of the group, 0 to {self.world_size - 1}, got {to!r}.")
         self._consolidated = self._sharded.collect(to)
 
@@ -316,6 +339,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         super().__setstate__({"state": defaultdict(dict), "param_groups": groups})
         self._sharded.local.pull(groups)
         self._sharded.local.push(groups)
+        self._settings.loaded(state["state"])
         self._consolidated = None
         self._has_state = True
 

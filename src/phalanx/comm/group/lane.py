@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from ...errors import CommunicationError
+from ..failure.last_words import tell_at_the_end
 from ..shm.ops.call import UNSET, Call
 from ..shm.ops.operations import Operations
 from .lane_work import UNLIMITED, CompletedWork, LaneWork, outputs_of
@@ -47,6 +48,7 @@ class Lane:
         # The thread that runs callbacks of a work it has just carried out; it has the turn.
         self._in_callbacks: int | None = None
         self._closed: CommunicationError | None = None
+        tell_at_the_end(self)
 
     def submit(self, calls: Sequence[Call], blocking: bool = False, timeout: timedelta = UNSET) -> dist.Work:
         """Carry out `calls`, one after the other, as one work; return when they are over if `blocking`."""
@@ -99,6 +101,13 @@ class Lane:
         """Make every collective of the group raise, here and on the other ranks."""
         if self._closed is None:
             self.operations.break_(CommunicationError(reason, (self.global_rank,)))
+
+    def hear_last_words(self, words: str) -> None:
+        """This process ends by an exception: tell the other ranks by the links, which need no store."""
+        self.abort(f"rank {self.global_rank} failed: {words}")
+
+    def stay_for_others(self) -> None:
+        """What was told has arrived: it lies in the sockets of those who listen."""
 
     def close(self) -> None:
         """Leave the group. What is under way or queued raises."""

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from ...errors import CollectiveTimeout, CommunicationError
+from ...errors import CollectiveTimeout, CommunicationError, MismatchError
 from ..shm.ops.call import Call
 from ..untraced import all_untraced
 
@@ -65,7 +65,7 @@ class LaneWork(dist.Work):
             if not self._done.is_set() and not self._done.wait(limit if limit > 0 else None):
                 raise CollectiveTimeout(f"{self._verb.name.lower()} was not finished within {limit:g} s.")
         if self._error is not None:
-            raise self._error
+            raise _again(self._error)
         return True
 
     def is_completed(self) -> bool:
@@ -130,9 +130,16 @@ class LaneWork(dist.Work):
         if self._error is None:
             return self._result
         if isinstance(self._error, Exception):
-            raise self._error
+            raise _again(self._error)
         # An interrupt is for the thread that it came to; whoever holds the future is told what it ended.
         raise CommunicationError(f"{self._verb.name.lower()}: {self._error!r}")
+
+
+def _again(error: BaseException) -> BaseException:
+    """A copy to raise. What is raised refers to the frames it went through, and these to the work."""
+    if isinstance(error, CommunicationError):
+        return type(error)(str(error), error.ranks)
+    return MismatchError(str(error)) if isinstance(error, MismatchError) else error
 
 
 @all_untraced

@@ -21,6 +21,8 @@ from .bucket import Bucket, DenseBucket
 from .sparse import SparseBucket
 
 _ALIGNED_ELEMENTS = 64
+_KNOWN = ("phalanx.", "torch.")
+_SIMPLE = (bool, int, float, str, torch.dtype)
 
 Hook = Callable[[Any, GradBucket], torch.futures.Future[Any]]
 
@@ -40,6 +42,18 @@ class Strategy(abc.ABC):
 
     def __init__(self, collectives: Collectives) -> None:
         self.collectives = collectives
+        self._agreed_with: Collectives | None = None
+
+    def in_words(self) -> dict[str, str]:
+        """What must be the same on all ranks, or their collectives would not fit together."""
+        return {"reduction": type(self).__name__}
+
+    def agree(self) -> None:
+        """Before the first backward after a change, since each rank registers hooks by itself. Every rank calls it."""
+        if self._agreed_with is not self.collectives:
+            words = self.in_words()
+            self.collectives.agree("the reduction of gradients", words, f"now: {', '.join(words.values())}")
+            self._agreed_with = self.collectives
 
     @property
     @abc.abstractmethod
@@ -172,6 +186,16 @@ class HookStrategy(Strategy):
         self.state = state
         self.hook = hook
         self.name = getattr(hook, "__qualname__", type(hook).__name__)
+
+    def in_words(self) -> dict[str, str]:
+        # Of hooks and states that users wrote nothing is known: a rank may log, or keep numbers of its own.
+        known = str(getattr(self.hook, "__module__", "")).startswith(_KNOWN)
+        words = {"reduction": "by a hook", "hook": str(self.name) if known else "a user's own"}
+        if self.state is not None and type(self.state).__module__.startswith(_KNOWN):
+            # A process group has no attributes to look at.
+            held = getattr(self.state, "__dict__", {})
+            words |= {f"{name} of the hook's state": str(v) for name, v in held.items() if isinstance(v, _SIMPLE)}
+        return words
 
     @property
     def pack_scale(self) -> float:
