@@ -133,8 +133,6 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
 
         Returns what the closure returned, if there is one. Keywords go to the optimizer's own `step`.
         """
-        if closure is not None and not callable(closure):
-            raise ArgumentTypeError(f"step() takes a function that computes the loss again, or nothing, got {closure!r}.")
         # torch.distributed.checkpoint makes a step on zeros where it finds no state, and does not find what lies elsewhere.
         if self._has_state and asked_by_checkpoint() is not None:
             return None
