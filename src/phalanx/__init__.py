@@ -18,11 +18,13 @@ from .zero import ZeroRedundancyOptimizer
 
 if TYPE_CHECKING:
     from . import compile, observe, remote
+    from .checkpoint import Checkpointer
     from .remote import DistributedOptimizer
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Checkpointer",
     "DistributedDataParallel",
     "DistributedOptimizer",
     "GradBucket",
@@ -38,6 +40,7 @@ __all__ = [
 ]
 
 _LAZY = {
+    "Checkpointer": (".checkpoint", "Checkpointer"),
     "DistributedOptimizer": (".remote", "DistributedOptimizer"),
     "compile": (".compile", None),
     "observe": (".observe", None),
