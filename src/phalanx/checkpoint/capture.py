@@ -120,25 +120,26 @@ class _Watch:
         weakref.finalize(self, handle.remove)
 
     def note(self) -> None:
-        grads = [(id(param), param.grad) for param in self._params]
-        self._used = {key: (weakref.ref(grad), _version(grad)) for key, grad in grads if grad is not None}
+        self._used = {}
+        for param in self._params:
+            if param.grad is not None:
+                self._used[id(param)] = (weakref.ref(param.grad), param.grad._version)
 
     def sees_unused(self) -> bool:
         for param in self._params:
             grad = param.grad
-            if grad is None or (isinstance(grad, ScatteredGradient) and grad.is_zero):
+            if grad is None:
+                continue
+            if isinstance(grad, ScatteredGradient) and grad.is_zero:
                 continue
             used, version = self._used.get(id(param), (None, -1))
-            if used is not None and used() is grad and _version(grad) == version:
+            # A weak reference and not an address alone: a new gradient may be where the used one was.
+            if used is not None and id(used()) == id(grad) and grad._version == version:
                 continue
             # Zeroed in place is another version of nothing.
             if isinstance(grad, ScatteredGradient) or bool(grad.any()):
                 return True
         return False
-
-
-def _version(grad: torch.Tensor) -> int:
-    return grad._version
 
 
 def _stepped(reference: weakref.ref[_Watch]) -> None:

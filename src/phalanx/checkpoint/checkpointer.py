@@ -221,11 +221,12 @@ class Checkpointer:
     ) -> Restored | None:
         """Load the newest checkpoint that is whole, or that of `step`, or a file of `torch.save`; every rank calls it.
 
-        None, and nothing changed, if the folder has no checkpoint. It may be of another number of ranks, another partition, or
-        of torch's own classes. `parts` chooses among "model", "optimizer", "scheduler", "loader", "extra", "random", "hook",
-        "plan", "gradients"; `rename` maps saved names to the model's, by leading parts or by a function; `skip` are patterns
-        of parameters to leave as they are. What was left out is in the result. A checkpoint that is damaged or does not fit
-        raises StateError on every rank, and nothing is changed; without `step` a damaged one is passed over, with a warning.
+        None, and nothing changed, if the folder has no checkpoint. It may be of another number of ranks, another partition,
+        or of torch's own classes. `parts` chooses among "model", "optimizer", "scheduler", "loader", "extra", "random",
+        "hook", "plan", "gradients"; `rename` maps saved names to the model's, by leading parts or by a function; `skip` are
+        patterns of parameters to leave as they are. What was left out is in the result. A checkpoint that is damaged or
+        does not fit raises StateError on every rank, and nothing is changed; without `step` a damaged one is passed over,
+        with a warning.
         """
         self._finish()
         choice = Choice(parts, skip, rename, strict)

@@ -66,11 +66,21 @@ class Job:
 Report = Callable[[dict[str, Any]], None]
 
 
-class Save:
-    """One job under way. `run` returns when the save is committed, and raises what went wrong."""
+def _sleep(seconds: float) -> float:
+    time.sleep(seconds)
+    return seconds
 
-    def __init__(self, job: Job, image: memoryview, disk: Disk, report: Report) -> None:
-        self._job, self._image, self._disk, self._report = job, image, disk, report
+
+class Save:
+    """One job under way. `run` returns when the save is committed, and raises what went wrong.
+
+    `pause` is called between two looks at the folder and returns for how long it waited.
+    """
+
+    def __init__(
+        self, job: Job, image: memoryview, disk: Disk, report: Report, pause: Callable[[float], float] = _sleep
+    ) -> None:
+        self._job, self._image, self._disk, self._report, self._pause = job, image, disk, report, pause
         self._manifest = job.manifest
         self._folder = f"{job.folder}/{job.manifest.save}"
         self._begun = time.monotonic()
@@ -125,14 +135,15 @@ class Save:
 
     def _commit(self) -> None:
         """Return when the save is committed, by whichever rank."""
-        look_s, changed, before = _FIRST_LOOK_S, time.monotonic(), None
+        look_s, waited_s, before = _FIRST_LOOK_S, 0.0, None
         while not self._is_committed():
-            time.sleep(look_s)
+            waited_s += self._pause(look_s)
             look_s = min(1.5 * look_s, _LONGEST_LOOK_S)
+            # As long as other ranks' files grow, they are only slow.
             sizes = self._sizes()
             if sizes != before:
-                before, changed = sizes, time.monotonic()
-            elif time.monotonic() - changed > self._job.patience_s:
+                before, waited_s = sizes, 0.0
+            elif waited_s > self._job.patience_s:
                 raise CheckpointError(self._missing())
 
     def _is_committed(self) -> bool:
