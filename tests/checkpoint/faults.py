@@ -116,6 +116,8 @@ class Platters:
 
     def appeared(self, path: str, was: str | None = None) -> None:
         self._names.append((path, was))
+        if was in self._files:  # renamed before it was synced
+            self._files.add(path)
 
     def wrote(self, path: str) -> None:
         self._files.add(path)

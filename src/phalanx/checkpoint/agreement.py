@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import weakref
 from datetime import timedelta
 from typing import Any
 
@@ -15,8 +16,9 @@ import torch.distributed as dist
 
 from ..errors import MismatchError
 
-# How many Checkpointers this process has made on some group; ranks make them in the same order.
-_made: dict[str, int] = {}
+# How many Checkpointers this process has made on each group; ranks make them in the same order. By the group itself, not its
+# name: a process that leaves a world and joins another starts to count anew, as the others there do.
+_made: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
 class Agreement:
@@ -29,7 +31,7 @@ class Agreement:
         self._round = 0
         self._store: dist.Store | None = None
         if group is not None and self.world > 1:
-            number = _made[group.group_name] = _made.get(group.group_name, 0) + 1
+            number = _made[group] = _made.get(group, 0) + 1
             self._store = dist.PrefixStore(f"phalanx/checkpoint/{number}", group.get_group_store())
 
     def exchange(self, value: dict[str, Any], doing: str) -> list[dict[str, Any]]:

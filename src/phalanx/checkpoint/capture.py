@@ -1,7 +1,7 @@
 """What a training run consists of, as tensors and texts: the model, its optimizers, and what each rank has for itself.
 
     component     whose                   tensors
-    model         all ranks alike         model/<name>
+    model         all ranks alike         model/<name>; buffers are rank 0's
     optimizer     alike, or ZeRO's parts  optimizer/<parameter>/<path>, optimizer:<label>/… for several
     buffers, gradients, hook, plan, random, scheduler, loader, extra      each rank's own: rank-<n>/<component>/<path>
 
@@ -201,7 +201,7 @@ def capture(subject: Subject, rank: int, world: int) -> Captured:
     found = Captured()
     own: dict[str, Any] = {"random": capture_randomness()}
     if subject.model is not None:
-        own["buffers"] = _capture_model(subject, found)
+        own["buffers"] = _capture_model(subject, found, rank == 0)
     names = subject.param_names()
     for label, optimizer in subject.optimizers.items():
         if isinstance(optimizer, ZeroRedundancyOptimizer):
@@ -227,10 +227,11 @@ def _state_of(value: Any) -> Any:
     return value if state is None else state
 
 
-def _capture_model(subject: Subject, found: Captured) -> dict[str, torch.Tensor]:
+def _capture_model(subject: Subject, found: Captured, tells: bool) -> dict[str, torch.Tensor]:
     """Adds the model; returns those of its tensors that are this rank's own."""
     assert subject.model is not None, "there is a model to capture"
     state, own_names = subject.model.state_dict(), subject.own_names()
+    alike = {name.replace(_COMPILED, "") for name, _ in subject.model.named_parameters(remove_duplicate=False)} - own_names
     own: dict[str, torch.Tensor] = {}
     extra: dict[str, Any] = {}
     aliases: dict[str, str] = {}
@@ -245,8 +246,11 @@ def _capture_model(subject: Subject, found: Captured) -> dict[str, torch.Tensor]
         if value.numel() and seen.setdefault(place, name) != name:
             aliases[name] = seen[place]
             continue
-        # Also of rank 0's: whoever loads the model alone finds all of it.
-        found.alike.append(whole_piece(f"model/{name}", value))
+        if name in alike:
+            found.alike.append(whole_piece(f"model/{name}", value))
+        elif tells:
+            # Running statistics are rank 0's: between two forwards the others have their own, which the next one replaces.
+            found.own.append(whole_piece(f"model/{name}", value))
         if name in own_names:
             own[name] = value
     tree, leaves = encode(extra, "the model's extra state")
