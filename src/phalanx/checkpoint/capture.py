@@ -115,11 +115,21 @@ class _Watch:
         params = [param for group in optimizer.param_groups for param in group["params"]]
         self._params = params[:: max(1, len(params) // _NUM_WATCHED)]
         self._used: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
+        self._optimizer = weakref.ref(optimizer)
+        self._num_passes = 0
         reference = weakref.ref(self)
         handle = optimizer.register_step_post_hook(lambda *_: _stepped(reference))
         weakref.finalize(self, handle.remove)
+        # Of gradients that are there already nobody can tell; most likely the last step has used them.
+        self.note()
+
+    def _count_passes(self) -> int:
+        """How many backwards have been reduced: a divided gradient is one object for good, and tells nothing itself."""
+        wrapper = getattr(self._optimizer(), "wrapper", None)
+        return wrapper.reducer.step if isinstance(wrapper, DistributedDataParallel) else 0
 
     def note(self) -> None:
+        self._num_passes = self._count_passes()
         self._used = {}
         for param in self._params:
             if param.grad is not None:
@@ -130,14 +140,16 @@ class _Watch:
             grad = param.grad
             if grad is None:
                 continue
-            if isinstance(grad, ScatteredGradient) and grad.is_zero:
+            if isinstance(grad, ScatteredGradient):
+                if not grad.is_zero and self._count_passes() != self._num_passes:
+                    return True
                 continue
             used, version = self._used.get(id(param), (None, -1))
             # A weak reference and not an address alone: a new gradient may be where the used one was.
             if used is not None and id(used()) == id(grad) and grad._version == version:
                 continue
             # Zeroed in place is another version of nothing.
-            if isinstance(grad, ScatteredGradient) or bool(grad.any()):
+            if bool(grad.any()):
                 return True
         return False
 
@@ -195,7 +207,7 @@ def _is_stateful(value: Any) -> bool:
 # -- out -------------------------------------------------------------------------------------------
 
 
-def capture(subject: Subject, rank: int, world: int) -> Captured:
+def capture(subject: Subject, rank: int) -> Captured:
     """All of it, as it is now. Raises StateError, naming it, for what cannot be saved."""
     subject.check_idle()
     found = Captured()

@@ -27,7 +27,7 @@ from ..zero.optimizer import ZeroRedundancyOptimizer
 from .agreement import Agreement
 from .apply import Choice, Rename, Restoration, Restored
 from .capture import Subject, capture
-from .layout import Captured, fill, lay_out
+from .layout import Layout, Piece, fill, lay_out
 from .process import SharedMemory, Writer, make_writer
 from .source import CheckpointSource, Source, read_torch_file
 from .storage.disk import disk_of, is_remote
@@ -107,17 +107,14 @@ class Checkpointer:
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
             raise ConfigError(f"step must be a number of steps, 0 or more, got {step!r}.")
         self._finish()
-        captured, name = self._agree_on(step)
         about = {"step": step, "metrics": _checked_metrics(metrics), "world": self.world, "time": time.time()}
+        found, layout, texts, said = self._agree_on(step)
+        name, about["total_bytes"] = said[0]["name"], sum(one["num_bytes"] for one in said)
         try:
-            found = captured.mine(self.rank, self.world)
-            layout = lay_out(found)
             pinned = any(piece.values.device.type == "cuda" for piece in found)
             fill(self._memory.reserve(layout.num_bytes, pinned), found, layout)
-            # Written down by rank 0 for all: about this many bytes have to go to the disk.
-            about["total_bytes"] = layout.num_bytes * self.world
             placed = (dict(layout.tensors), list(layout.extents))
-            manifest = Manifest(name, self.rank, self.world, layout.num_bytes, *placed, captured.texts, about)
+            manifest = Manifest(name, self.rank, self.world, layout.num_bytes, *placed, texts, about)
             keep = None if self._keep is None else asdict(self._keep)
             shows = self._progress and self.rank == 0
             self._writer.submit(Job(self.folder, manifest, self._options, keep, self._patience_s, shows))
@@ -129,14 +126,16 @@ class Checkpointer:
         copied = time.perf_counter() - begun
         logger.info("rank %d: step %d: %.0f MB copied in %.3f s", self.rank, step, layout.num_bytes / 1e6, copied)
 
-    def _agree_on(self, step: int) -> tuple[Captured, str]:
-        """What this rank has to write, and the name that all ranks write it under."""
+    def _agree_on(self, step: int) -> tuple[list[Piece], Layout, dict[str, Any], list[dict[str, Any]]]:
+        """What this rank has to write and where, its texts, and what all ranks said about theirs."""
         mine: dict[str, Any] = {"failure": self._failure, "error": None}
-        captured, raised = Captured(), None
+        found, layout, texts, raised = [], lay_out([]), {}, None
         if self._failure is None:
             try:
-                captured = capture(self._subject, self.rank, self.world)
-                mine["alike"] = captured.fingerprint
+                captured = capture(self._subject, self.rank)
+                found, texts = captured.mine(self.rank, self.world), captured.texts
+                layout = lay_out(found)
+                mine |= {"alike": captured.fingerprint, "num_bytes": layout.num_bytes}
                 if self.rank == 0:
                     self._disk.make_folder(self.folder)
                     number = next_number(self._disk, self.folder)
@@ -158,16 +157,15 @@ class Checkpointer:
                     f"rank {self.rank}: step {step} was not saved: model and optimizer of rank {rank} have other tensors "
                     "than those of rank 0. Every rank saves the same model."
                 )
-        return captured, said[0]["name"]
+        return found, layout, texts, said
 
     def wait(self) -> None:
-        """Return when the last save is committed on every rank. Raises CheckpointError, on every rank, if it failed."""
+        """Return when the last save is committed, for every rank. Raises CheckpointError, on every rank, if it failed."""
+        # Ranks need not meet: a commit is everybody's, and a rank that failed has told the others.
         self._finish()
-        said = self._agreement.exchange({"failure": self._failure}, "wait()")
-        self._failure = None
-        failures = [one["failure"] for one in said if one["failure"]]
-        if failures:
-            raise CheckpointError(f"rank {self.rank}: {failures[0]}")
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise CheckpointError(f"rank {self.rank}: {failure}")
 
     def _finish(self) -> None:
         """Wait until no save is under way here; how it ended is known then."""

@@ -100,6 +100,10 @@ class Writer:
     def give_up(self) -> None:
         """Forget the job: another rank's part of it failed, so that it never comes to be."""
         self.save = None
+        self._abandon()
+
+    def _abandon(self) -> None:
+        """Whoever waits for the other ranks need not wait any longer."""
 
     def _take(self, report: dict[str, Any]) -> None:
         if report["state"] == WARNING:
@@ -172,6 +176,12 @@ class WriterProcess(Writer):
             return [{"save": self.save, "state": FAILED, "text": f"the writer process died with exit code {code}"}]
         *lines, self._unread = (self._unread + data).split(b"\n")
         return [json.loads(line) for line in lines]
+
+    def _abandon(self) -> None:
+        if self._process is not None:
+            # It holds nothing that anybody waits for; the next job gets a new one.
+            self._process.kill()
+            self.close()
 
     def close(self) -> None:
         if self._process is None:

@@ -214,7 +214,7 @@ def source_of(where: str, loaded: Any) -> MemorySource:
     model = next((loaded[key] for key in _MODEL_KEYS if isinstance(loaded.get(key), Mapping)), None)
     if model is None:
         model = {} if optimizer is not None else loaded
-    step = next((loaded[key] for key in ("step", "epoch") if isinstance(loaded.get(key), int)), 0)
+    step = loaded["step"] if type(loaded.get("step")) is int else 0
     plain = {key.replace("_orig_mod.", ""): value for key, value in model.items()}
     # Saved from a wrapper.
     if plain and all(key.startswith("module.") for key in plain):
