@@ -258,7 +258,8 @@ def image_of(rank: int, version: int) -> bytes:
     return bytes((17 * version + 31 * rank + i) % 251 for i in range(IMAGE_BYTES))
 
 
-def _job(folder: str, name: SaveName, rank: int, world: int) -> writer.Job:
+def job(folder: str, name: SaveName, rank: int, world: int) -> writer.Job:
+    """One rank's part of a small save, of one tensor that lies in the files of all ranks."""
     numel = IMAGE_BYTES * world
     info = TensorInfo("uint8", 1, (numel,), (1,))
     begin = rank * IMAGE_BYTES
@@ -285,8 +286,8 @@ def save(folder: str, version: int, world: int, case: Case | None) -> tuple[Trap
             said[rank].append(value["state"])
 
         try:
-            job, image = _job(folder, name, rank, world), memoryview(image_of(rank, version))
-            writer.Save(job, image, disk, report, lambda _: turns.pause(rank)).run()
+            image = memoryview(image_of(rank, version))
+            writer.Save(job(folder, name, rank, world), image, disk, report, lambda _: turns.pause(rank)).run()
         except (Killed, Exception):
             pass  # whatever it was: what counts is what can be loaded
         finally:

@@ -2,12 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from tests.checkpoint.faults import NEW, NOTHING, OLD, Case, Fault, Schedule, cases, judge, num_operations, run
+from phalanx.checkpoint.storage import writer
+from phalanx.checkpoint.storage.manifest import SaveName
+from tests.checkpoint.faults import (
+    NEW,
+    NOTHING,
+    OLD,
+    Case,
+    Fault,
+    Schedule,
+    cases,
+    image_of,
+    job,
+    judge,
+    loaded,
+    num_operations,
+    run,
+    save,
+)
 
 # Of all cases, one in so many runs with the ordinary tests. A prime, so that every operation, rank and fault has its turn.
 _EVERY = 13
@@ -44,6 +66,80 @@ def test_every_operation_of_two_ranks_that_run_in_step(tmp_path: Path) -> None:
     ]
     seen = _check(chosen, folder)
     assert seen[NEW] and seen[OLD]
+
+
+# -- real processes --------------------------------------------------------------------------------
+
+_ROOT = Path(writer.__file__).parents[2]
+# The writer as it is started in earnest, on a disk that kills its process after so many operations.
+_WRITER = """
+import os, signal, sys, types
+for name, folder in (("phalanx", {root!r}), ("phalanx.checkpoint", {root!r} + "/checkpoint")):
+    package = sys.modules[name] = types.ModuleType(name)
+    package.__path__ = [folder]
+from phalanx.checkpoint.storage import writer
+from phalanx.checkpoint.storage.disk import Disk
+writer.PIECE_BYTES = 64
+left = {operations}
+
+def counted(name):
+    act = getattr(Disk, name)
+    def run(self, *args):
+        global left
+        result = act(self, *args)
+        left -= 1
+        if left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+    return run
+
+class Deadly(Disk):
+    pass
+
+for name in ("make_folder", "create", "write", "sync", "close", "rename", "sync_folder", "tell"):
+    setattr(Deadly, name, counted(name))
+writer.serve(sys.stdin.buffer, {memory}, lambda job: Deadly(), 1)
+"""
+
+
+def _kill_for_real(folder: str, world: int, victim: int, operations: int) -> list[int]:
+    """All ranks' writers as processes; the exit codes."""
+    name = SaveName(2, 20, "00000002")
+    running = []
+    for rank in range(world):
+        memory = os.memfd_create("phalanx-test")
+        os.write(memory, image_of(rank, 2))
+        script = _WRITER.format(root=str(_ROOT), memory=memory, operations=operations if rank == victim else -1)
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        process = subprocess.Popen([sys.executable, "-I", "-S", "-c", script], pass_fds=(memory,), **pipes)  # type: ignore[call-overload]
+        os.close(memory)
+        running.append(process)
+    for rank, process in enumerate(running):
+        one = job(folder, name, rank, world)
+        one.patience_s = 0.3
+        with contextlib.suppress(BrokenPipeError):
+            process.communicate(one.to_lines(), timeout=30) if world == 1 else process.stdin.write(one.to_lines())
+            process.stdin.close()
+    for process in running:
+        process.wait(30)
+        process.stdout.close()
+    return [process.returncode for process in running]
+
+
+@pytest.mark.parametrize(("world", "victim"), [(1, 0), (2, 0), (2, 1)])
+def test_writer_processes_that_are_killed(tmp_path: Path, world: int, victim: int) -> None:
+    seen: Counter[str] = Counter()
+    for operations in range(1, 26, 3):
+        folder = str(tmp_path / f"at-{operations}")
+        os.makedirs(folder)
+        save(folder, 1, world, None)
+        codes = _kill_for_real(folder, world, victim, operations)
+        found = loaded(folder, world)
+        assert found in (OLD, NEW), (found, operations)
+        # Later than its last operation, nobody is killed.
+        assert codes[victim] == -signal.SIGKILL or (codes[victim] == 0 and found == NEW)
+        seen[found] += 1
+    assert seen[OLD] and seen[NEW]
 
 
 @pytest.mark.soak

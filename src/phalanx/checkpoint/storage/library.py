@@ -94,7 +94,7 @@ def _manifest(disk: Disk, entry: Entry, rank: int) -> Manifest:
     try:
         text = disk.read(path)
     except OSError as error:
-        raise StateError(f"{path}: rank {rank}: {_missing(error)}") from error
+        raise StateError(f"{path}: rank {rank}: {_missing(error)}.") from error
     if len(text) != size or digest(text) != wanted:
         raise StateError(
             f"{path}: rank {rank}: not the manifest that was committed ({len(text)} bytes, expected {size}): damaged, or of "
