@@ -25,9 +25,11 @@ _STEP = click.option("--step", type=int, help="The step; the newest by default."
 def command(ctx: click.Context, folder: str) -> int | None:
     """Look after the checkpoints in FOLDER, a directory or an address for fsspec. Without a command, list them."""
     disk = disk_of(folder)
-    ctx.obj = (disk, folder.rstrip("/") or "/")
+    # As it is written in the names of files below it; the root of everything stays itself.
+    place = folder.rstrip("/") or ("/" if folder else ".")
+    ctx.obj = (disk, place)
     if ctx.invoked_subcommand is None:
-        return _show(library.entries(*ctx.obj), folder)
+        return _show(library.entries(disk, place), folder)
     return None
 
 

@@ -125,7 +125,7 @@ class RemoteDisk(Disk):
 
     def __init__(self, url: str, options: dict[str, Any] | None = None) -> None:
         try:
-            import fsspec  # type: ignore[import-untyped, unused-ignore]
+            import fsspec
         except ImportError as error:
             raise ConfigError(f"the folder {url!r} needs fsspec. Install phalanx[fsspec].") from error
         try:
