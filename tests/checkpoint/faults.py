@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import enum
 import errno
+import itertools
 import os
 import shutil
 import threading
@@ -46,6 +47,7 @@ class Schedule(enum.StrEnum):
 
     ONE_BY_ONE = "each runs until it has to wait"
     IN_STEP = "one operation each"
+    UNEVEN = "the first rank four operations, the others fewer, the last one"
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,7 @@ class Case:
     victim: int
     operation: int  # of the victim; of all ranks together for POWER
     schedule: Schedule = Schedule.ONE_BY_ONE
+    renames: bool = True  # whether the storage has an atomic rename
 
 
 @dataclass
@@ -174,7 +177,7 @@ class FaultyDisk(Disk):
 
     def _operate(self, act: Callable[[], Any], torn: Callable[[], Any] | None = None, grows: bool = False) -> Any:
         self._stop_if_dead()
-        if self._schedule is Schedule.IN_STEP:
+        if self._schedule is not Schedule.ONE_BY_ONE and self._passes_on():
             self._turns.pass_on(self._rank)
             self._stop_if_dead()
         self._turns.busy()
@@ -197,6 +200,11 @@ class FaultyDisk(Disk):
         if fault is Fault.FULL and not grows:
             return act()  # only what needs room fails
         raise OSError(errno.ENOSPC if self._is_full else errno.EIO, "injected")
+
+    def _passes_on(self) -> bool:
+        if self._schedule is Schedule.IN_STEP:
+            return True
+        return self.num_operations % max(1, 4 - 3 * self._rank) == 0
 
     def _stop_if_dead(self) -> None:
         if self._is_dead or self._trap.power_is_off:
@@ -246,6 +254,20 @@ class FaultyDisk(Disk):
     def tell(self, handle: int, message: bytes) -> None:
         self._operate(lambda: None)
 
+    def publish(self, folder: str, name: str, data: bytes, by: str) -> None:
+        if self.renames_at_once:
+            super().publish(folder, name, data, by)
+            return
+        # Piece by piece, for everybody to see: the worst that a storage without rename may do.
+        handle = self.create(f"{folder}/{name}")
+        try:
+            for begin in range(0, len(data), -(-len(data) // 3)):
+                self.write(handle, memoryview(data)[begin : begin + -(-len(data) // 3)])
+            self.sync(handle)
+        finally:
+            self.close(handle)
+        self.sync_folder(folder)
+
     def remove(self, path: str) -> None:
         remove = super().remove
         if os.path.exists(path):
@@ -274,6 +296,8 @@ def save(folder: str, version: int, world: int, case: Case | None) -> tuple[Trap
     schedule = Schedule.ONE_BY_ONE if case is None else case.schedule
     turns, trap = Turns(world), Trap(case)
     disks = [FaultyDisk(rank, trap, turns, schedule) for rank in range(world)]
+    for disk in disks:
+        disk.renames_at_once = case is None or case.renames
     said: list[list[str]] = [[] for _ in range(world)]
 
     def rank_main(rank: int) -> None:
@@ -303,9 +327,10 @@ def save(folder: str, version: int, world: int, case: Case | None) -> tuple[Trap
     return trap, said, disks
 
 
-def loaded(folder: str, world: int) -> str:
+def loaded(folder: str, world: int, renames: bool = True) -> str:
     """What a reader finds: the newest good save must be the newest that is committed, and all of it one version."""
     disk = Disk()
+    disk.renames_at_once = renames
     found = [entry for entry in entries(disk, folder) if entry.commit is not None or entry.fault]
     if not found:
         return NOTHING
@@ -328,30 +353,29 @@ def run(case: Case, folder: str) -> Outcome:
     trap, said, _ = save(folder, 2, case.world, case)
     if trap.power_is_off:
         trap.platters.lose()
-    return Outcome(loaded(folder, case.world), trap.fired, said)
+    return Outcome(loaded(folder, case.world, case.renames), trap.fired, said)
 
 
-def num_operations(world: int, schedule: Schedule, folder: str) -> list[int]:
+def num_operations(world: int, schedule: Schedule, folder: str, renames: bool = True) -> list[int]:
     """How many operations each rank makes in a save without a fault."""
     shutil.rmtree(folder, ignore_errors=True)
     os.makedirs(folder)
-    case = Case(world, False, Fault.EIO, victim=-1, operation=0, schedule=schedule)
+    case = Case(world, False, Fault.EIO, victim=-1, operation=0, schedule=schedule, renames=renames)
     return [disk.num_operations for disk in save(folder, 2, world, case)[2]]
 
 
 def cases(folder: str, worlds: tuple[int, ...] = (1, 2, 3, 4)) -> Iterator[Case]:
-    """Every operation of every rank, first and second save, every fault, both ways to take turns."""
-    for world in worlds:
-        for schedule in Schedule:
-            counts = num_operations(world, schedule, folder)
-            for second in (False, True):
-                for victim, count in enumerate(counts):
-                    for fault in Fault:
-                        if fault is not Fault.POWER:
-                            for operation in range(count):
-                                yield Case(world, second, fault, victim, operation, schedule)
-                for operation in range(sum(counts)):
-                    yield Case(world, second, Fault.POWER, 0, operation, schedule)
+    """Every operation of every rank, first and second save, every fault, both schedules, with and without rename."""
+    for world, schedule, renames in itertools.product(worlds, Schedule, (True, False)):
+        counts = num_operations(world, schedule, folder, renames)
+        for second in (False, True):
+            for victim, count in enumerate(counts):
+                for fault, operation in itertools.product(Fault, range(count)):
+                    if fault is not Fault.POWER:
+                        yield Case(world, second, fault, victim, operation, schedule, renames)
+            # Storages without rename know no sync either: what they have shown they keep.
+            for operation in range(sum(counts)) if renames else ():
+                yield Case(world, second, Fault.POWER, 0, operation, schedule, renames)
 
 
 def judge(case: Case, outcome: Outcome) -> str | None:

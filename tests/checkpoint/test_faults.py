@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from phalanx.checkpoint.storage import writer
-from phalanx.checkpoint.storage.manifest import SaveName
+from phalanx.checkpoint.storage.disk import Disk
+from phalanx.checkpoint.storage.manifest import Commit, SaveName
 from tests.checkpoint.faults import (
     NEW,
     NOTHING,
@@ -32,7 +33,7 @@ from tests.checkpoint.faults import (
 )
 
 # Of all cases, one in so many runs with the ordinary tests. A prime, so that every operation, rank and fault has its turn.
-_EVERY = 13
+_EVERY = 31
 
 
 def _check(chosen: list[Case], folder: str) -> Counter[str]:
@@ -48,7 +49,7 @@ def _check(chosen: list[Case], folder: str) -> Counter[str]:
 def test_a_sample_of_all_operations(tmp_path: Path) -> None:
     folder = str(tmp_path / "checkpoints")
     chosen = list(cases(folder))
-    assert len(chosen) > 3000
+    assert len(chosen) > 12_000
     # A power cut shows what syncs are for, at a few places only: all of those for two ranks.
     cut = [case for case in chosen if case.fault is Fault.POWER and case.world == 2]
     seen = _check([*chosen[::_EVERY], *cut], folder)
@@ -66,6 +67,33 @@ def test_every_operation_of_two_ranks_that_run_in_step(tmp_path: Path) -> None:
     ]
     seen = _check(chosen, folder)
     assert seen[NEW] and seen[OLD]
+
+
+def test_a_commit_by_another_rank_is_synced_before_it_is_believed(tmp_path: Path) -> None:
+    """Whoever renamed it may be stopped before syncing it; a rank that says committed must not depend on that."""
+    name, folder = SaveName(1, 10, "00000001"), str(tmp_path)
+    place = f"{folder}/{name}"
+    operations: list[str] = []
+
+    class Recording(Disk):
+        def sync_folder(self, path: str) -> None:
+            operations.append(f"sync {path}")
+            super().sync_folder(path)
+
+    def another_rank_commits(_: float) -> float:
+        other = job(folder, name, 1, 2).manifest.to_bytes()
+        mine = Path(place, "rank-0.json").read_bytes()
+        Path(place, "rank-1.json").write_bytes(other)
+        Path(place, "COMMITTED").write_bytes(Commit.of({0: mine, 1: other}).to_bytes())
+        operations.append("committed elsewhere")
+        return 0.0
+
+    image = memoryview(image_of(0, 1))
+    save_ = writer.Save(
+        job(folder, name, 0, 2), image, Recording(), lambda value: operations.append(value["state"]), another_rank_commits
+    )
+    save_.run()
+    assert operations[-3:] == ["committed elsewhere", f"sync {place}", writer.DONE]
 
 
 # -- real processes --------------------------------------------------------------------------------
@@ -148,4 +176,4 @@ def test_all_operations(tmp_path: Path) -> None:
     folder = str(tmp_path / "checkpoints")
     seen = _check(list(cases(folder)), folder)
     print(dict(seen))
-    assert sum(seen.values()) > 3000
+    assert sum(seen.values()) > 12_000

@@ -17,6 +17,7 @@ from ..ddp.reducer.settling import PlanMemory
 from ..errors import PlanError, StateError
 from ..plan import BucketPlan
 from ..zero.optimizer import ZeroRedundancyOptimizer
+from ..zero.partition.element import ElementPartition
 from ..zero.partition.kinds import state_keys
 from ..zero.state.loading import check_keys
 from ..zero.state.tree import Leaf, leaves_of, rebuild
@@ -159,6 +160,14 @@ class Restoration:
         # Last: whatever is loaded above may draw numbers.
         self._set_randomness()
         return self.result
+
+    def finish(self) -> None:
+        """After every rank has run: parameters that ranks share have been written by all of them, alike."""
+        for one in self._subject.optimizers.values():
+            partition = one.sharded.partition if isinstance(one, ZeroRedundancyOptimizer) else None
+            if self._model and isinstance(partition, ElementPartition):
+                for shard in partition.shards:
+                    shard.accept_writes()
 
     def _load_model(self) -> None:
         assert self._subject.model is not None, "there is a model to load"

@@ -55,7 +55,9 @@ class Subject:
                     f"{name} has no state_dict() and load_state_dict(), got {type(part).__name__}. Give an object that has "
                     "both, or leave it out."
                 )
-        self._watches = [_Watch(member) for one in self.optimizers.values() for member in members(one)]
+        # What steps in backward has used its gradients when backward ends.
+        watched = [one for one in self.optimizers.values() if not isinstance(one, InBackward)]
+        self._watches = [_Watch(optimizer) for optimizer in watched]
 
     @property
     def ddp(self) -> DistributedDataParallel | None:
@@ -166,11 +168,12 @@ def _unwrap(model: Any) -> tuple[torch.nn.Module | None, Any]:
         raise ArgumentTypeError(f"model must be a torch.nn.Module, wrapped or not, got {type(model).__name__}.")
     wrapper = None
     while model is not None:
-        if hasattr(model, "_orig_mod"):
-            model = model._orig_mod
-        # By name: torch's own class is what phalanx replaces, and is not imported.
-        elif isinstance(model, DistributedDataParallel) or type(model).__name__ in _WRAPPERS:
+        # By name: torch's own class is what phalanx replaces, and is not imported. Wrappers first: they show the attributes
+        # of what they wrap as their own.
+        if isinstance(model, DistributedDataParallel) or type(model).__name__ in _WRAPPERS:
             wrapper, model = model, model.module
+        elif hasattr(model, "_orig_mod"):
+            model = model._orig_mod
         else:
             break
     return model, wrapper
@@ -363,7 +366,9 @@ def _training_of(subject: Subject) -> dict[str, Any]:
     if ddp.reducer.settled and ddp.reducer.choose_buckets is None:
         found["plan"] = {"plan": ddp.plan.to_json(), "memory": asdict(ddp.reducer.memory)}
     state = None if ddp._hook is None else ddp._hook[0]
-    if isinstance(state, HookState) or (state is not None and _is_stateful(state)):
+    if isinstance(state, HookState):
+        found["hook"] = state.live_state_dict()
+    elif _is_stateful(state):
         found["hook"] = state.state_dict()  # type: ignore[attr-defined]
     elif state is not None and not isinstance(state, torch.distributed.ProcessGroup):
         warnings.warn(

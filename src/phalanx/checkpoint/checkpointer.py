@@ -76,9 +76,9 @@ class Checkpointer:
         self._keep = Keep(last=keep) if isinstance(keep, int) else keep
         self._subject = Subject(model, optimizer, {"scheduler": scheduler, "loader": loader}, extra)
         self._agreement = Agreement(_choose_group(process_group, self._subject), timeout_s)
-        self._progress, self._patience_s = progress, patience_s
+        self._shows, self._patience_s = progress and self.rank == 0, patience_s
         self._memory = SharedMemory()
-        self._writer: Writer = make_writer(self.folder, self._memory)
+        self._writer: Writer = make_writer(self.folder, self._memory, self._shows)
         self._failure: str | None = None
         self._step = -1
         # At the end of the process too: it may be the first of its container, which ends with it.
@@ -116,8 +116,7 @@ class Checkpointer:
             placed = (dict(layout.tensors), list(layout.extents))
             manifest = Manifest(name, self.rank, self.world, layout.num_bytes, *placed, texts, about)
             keep = None if self._keep is None else asdict(self._keep)
-            shows = self._progress and self.rank == 0
-            self._writer.submit(Job(self.folder, manifest, self._options, keep, self._patience_s, shows))
+            self._writer.submit(Job(self.folder, manifest, self._options, keep, self._patience_s, self._shows))
         except Exception as error:
             # The others have begun: their writers would wait for this rank's part until their patience ends.
             self._agreement.post_failure(name, f"{type(error).__name__}: {error}")
@@ -307,6 +306,7 @@ class Checkpointer:
         result = prepared.run()
         # Ranks that share the memory of parameters must not step before the last of them has loaded.
         self._agreement.exchange({}, "restored")
+        prepared.finish()
         for line in result.left_out:
             logger.info("rank %d: left out: %s", self.rank, line)
         return result

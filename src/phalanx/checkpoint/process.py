@@ -132,13 +132,15 @@ class Writer:
 class WriterProcess(Writer):
     """A process of its own."""
 
-    def __init__(self, memory: SharedMemory, folder: str) -> None:
+    def __init__(self, memory: SharedMemory, folder: str, shows: bool) -> None:
         super().__init__()
+        self._shows = shows
         self._memory = memory
         # Without site-packages it starts twice as fast; only fsspec needs them.
         self._flags = ["-I"] if is_remote(folder) else ["-I", "-S"]
         self._process: subprocess.Popen[bytes] | None = None
         self._unread = b""
+        self._owner = os.getpid()
 
     def _start(self) -> None:
         if self._process is not None and self._process.poll() is None:
@@ -150,6 +152,8 @@ class WriterProcess(Writer):
             [sys.executable, *self._flags, "-c", script],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            # Not ours where nothing is to be shown: whoever reads our output to its end would wait for the writer too.
+            stderr=None if self._shows else subprocess.DEVNULL,
             pass_fds=(self._memory.descriptor,),
             start_new_session=True,
             cwd="/",
@@ -184,7 +188,8 @@ class WriterProcess(Writer):
             self.close()
 
     def close(self) -> None:
-        if self._process is None:
+        # A forked child, a data loader's, has a copy of all this, and neither the process nor its output is its own.
+        if self._process is None or os.getpid() != self._owner:
             return
         assert self._process.stdin is not None and self._process.stdout is not None, "both were asked for"
         with contextlib.suppress(OSError):
@@ -231,6 +236,6 @@ class WriterThread(Writer):
             self._thread = None
 
 
-def make_writer(folder: str, memory: SharedMemory) -> Writer:
-    """The writer for a folder."""
-    return WriterThread(memory) if folder.startswith("memory://") else WriterProcess(memory, folder)
+def make_writer(folder: str, memory: SharedMemory, shows: bool) -> Writer:
+    """The writer for a folder; with `shows`, one that has our standard error to show its progress on."""
+    return WriterThread(memory) if folder.startswith("memory://") else WriterProcess(memory, folder, shows)

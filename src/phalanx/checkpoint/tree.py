@@ -41,11 +41,11 @@ def _encode(value: Any, path: str, what: str, leaves: dict[str, torch.Tensor]) -
         data = _plain(value, path, what)
         if not data.dim():
             return {"@number": [str(data.dtype).removeprefix("torch."), _encode(data.item(), path, what, leaves)]}
-        leaves[path] = data
-        return {"@tensor": path}
+        return {"@tensor": _put(data, path, leaves)}
     if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
-        leaves[path] = torch.from_numpy(np.ascontiguousarray(value).reshape(value.shape))
-        return {"@array": path}
+        # Its memory may be read-only, or in the other order of bytes, which torch refuses.
+        array = np.array(value, dtype=value.dtype.newbyteorder("="), order="C")
+        return {"@array": _put(torch.from_numpy(array), path, leaves)}
     if isinstance(value, (list, tuple, set, frozenset, deque)):
         # Sets in an order of their own, so that equal states are equal texts.
         items = sorted(value, key=repr) if isinstance(value, (set, frozenset)) else value
@@ -55,6 +55,14 @@ def _encode(value: Any, path: str, what: str, leaves: dict[str, torch.Tensor]) -
     if isinstance(value, Mapping) and type(value) in _MAPPINGS:
         return _encode_mapping(value, path, what, leaves)
     return _encode_rare(value, path, what)
+
+
+def _put(leaf: torch.Tensor, path: str, leaves: dict[str, torch.Tensor]) -> str:
+    """Keep a tensor under its path, or one like it: {"a.b": t} and {"a": {"b": t}} would have the same."""
+    while path in leaves:
+        path += "'"
+    leaves[path] = leaf
+    return path
 
 
 _SEQUENCES: dict[type, str] = {tuple: "@tuple", set: "@set", frozenset: "@set", deque: "@deque"}

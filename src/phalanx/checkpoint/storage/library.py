@@ -182,8 +182,9 @@ class _Contents:
                 self._spans.setdefault(extent.key, []).append((extent.start, manifest.rank, extent.offset, size))
                 self.hashes.setdefault(extent.key, []).append((extent.start, extent.stop, extent.digest))
         for key in self.infos:
-            self._spans[key].sort()
-            self.hashes[key].sort()
+            # A tensor without elements has no extents.
+            self._spans.setdefault(key, []).sort()
+            self.hashes.setdefault(key, []).sort()
 
     def bytes_of(self, key: str) -> bytes:
         return b"".join(self._views[rank][offset : offset + size] for _, rank, offset, size in self._spans[key])

@@ -154,6 +154,8 @@ class Save:
             # A rename shows all of a commit. Elsewhere it may be seen while it is being written.
             with contextlib.suppress(StateError):
                 Commit.from_bytes(disk.read(f"{self._folder}/{COMMITTED}"), COMMITTED)
+                # Whoever renamed it may not have synced it yet, and this rank is about to say that it is there for good.
+                disk.sync_folder(self._folder)
                 return True
         for rank in range(manifest.world):
             if failure_file(rank) in names and rank != manifest.rank:
