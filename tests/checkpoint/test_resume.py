@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +63,6 @@ def resumed_like_straight(world: int, options: dict[str, Any], folder: str, back
 
 
 def _wait_for_commit(folder: Path, seconds: float = 20.0) -> None:
-    import time
-
     deadline = time.monotonic() + seconds
     while not any(entry.commit for entry in entries(Disk(), str(folder))):
         assert time.monotonic() < deadline, "the writers did not commit after their ranks were killed"
@@ -99,6 +98,27 @@ def test_forty_steps_are_twenty_a_kill_and_twenty(tmp_path: Path) -> None:
 )
 def test_resumed_is_like_not_stopped(tmp_path: Path, world: int, backend: str, options: dict[str, Any]) -> None:
     resumed_like_straight(world, options, str(tmp_path), backend, steps=9, at=5)
+
+
+def back_and_again(rank: int, world: int, options: dict[str, Any], folder: str) -> list[str]:
+    run = Run(rank, world, **options)
+    with run.checkpointer(folder) as checkpointer:
+        run.train(3)
+        checkpointer.save(3)
+        run.train(3)
+        expected = run.state()
+        checkpointer.restore()
+        run.train(3)
+    return differing(expected, run.state())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"optimizer": "alone", "shared_parameters": True}, {"optimizer": "overlapped", "hook": "int8"}, {"stage": 2}],
+    ids=str,
+)
+def test_going_back_within_a_run(tmp_path: Path, options: dict[str, Any]) -> None:
+    assert run_ranks(2, back_and_again, options, str(tmp_path), backend="phalanx") == [[], []]
 
 
 # -- another number of ranks -----------------------------------------------------------------------

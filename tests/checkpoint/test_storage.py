@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 import time
+from collections import Counter, deque
 from pathlib import Path
 
 import fsspec
@@ -77,8 +79,6 @@ def test_names_are_mapped_by_their_leading_parts() -> None:
 
 
 def test_states_of_all_kinds_survive_json() -> None:
-    from collections import Counter, deque
-
     value = {
         "plain": [None, True, 3, 2**80, -0.5, float("inf"), "ä\n"],
         "keys": {1: "a", (2, "b"): {"@x": 1}, "@odd": 2},
@@ -86,11 +86,11 @@ def test_states_of_all_kinds_survive_json() -> None:
         "numpy": (np.float64(0.1), np.int32(7), np.arange(6, dtype=np.uint32).reshape(2, 3)),
         "zero": torch.tensor(1.5, dtype=torch.bfloat16),
     }
-    tree, leaves = encode({**value, "t": [torch.arange(3)]}, "it")
-    import json
-
+    collide = {"a.b": torch.ones(1), "a": {"b": torch.zeros(1)}}
+    tree, leaves = encode({**value, "t": [torch.arange(3)], "c": collide}, "it")
     back = decode(json.loads(json.dumps(tree)), lambda path: leaves[path])
     assert torch.equal(back.pop("t")[0], torch.arange(3))
+    assert back["c"]["a.b"].item() == 1 and back["c"]["a"]["b"].item() == 0
     array = back["numpy"][2]
     assert array.dtype == np.uint32 and (array == value["numpy"][2]).all()
     assert type(back["numpy"][0]) is np.float64 and back["zero"].dtype is torch.bfloat16

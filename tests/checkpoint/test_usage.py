@@ -17,6 +17,8 @@ from torch import nn
 import phalanx
 from phalanx import Checkpointer, DistributedDataParallel
 from phalanx.checkpoint import Keep
+from phalanx.checkpoint.storage import library
+from phalanx.checkpoint.storage.disk import Disk
 from phalanx.errors import ArgumentTypeError, CheckpointError, ConfigError, MismatchError, StateError
 from tests.checkpoint.runs import Run, differing
 from tests.cluster import run_ranks
@@ -171,6 +173,33 @@ def test_gradients_that_no_step_has_used_are_kept(tmp_path: Path) -> None:
         assert checkpointer.restore(2) is not None
     found = [param.grad for param in model.parameters()]
     assert all(grad is not None and torch.equal(grad, old) for grad, old in zip(found, expected, strict=True))
+
+
+def test_a_compiled_model_has_plain_names_and_empty_tensors_are_kept(tmp_path: Path) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = torch.compile(small())
+            self.empty = nn.Parameter(torch.empty(0, 3))
+            self.turned = nn.Parameter(torch.rand(6, 4).t())
+            self.complex = nn.Parameter(torch.randn(5, dtype=torch.complex64))
+            self.register_buffer("wide", torch.rand(3, 1).expand(3, 4))
+
+    model, plain = Model(), Model()
+    plain.body = small(1)
+    with Checkpointer(tmp_path, torch.compile(model)) as checkpointer:
+        checkpointer.save(0)
+        checkpointer.save(1)
+    with Checkpointer(tmp_path, plain) as checkpointer, pytest.raises(RuntimeError, match="wide"):
+        checkpointer.restore()  # torch refuses to write to memory that overlaps itself
+    plain.wide = plain.wide.contiguous()
+    with Checkpointer(tmp_path, plain) as checkpointer:
+        restored = checkpointer.restore()
+        assert restored is not None and restored.left_out == []
+    expected = {name.replace("_orig_mod.", ""): value for name, value in model.state_dict().items()}
+    assert differing(expected, dict(plain.state_dict())) == []
+    found = library.entries(Disk(), str(tmp_path))
+    assert list(library.differences(Disk(), *found)) == []
 
 
 def test_what_cannot_be_saved_is_refused_by_its_name(tmp_path: Path) -> None:

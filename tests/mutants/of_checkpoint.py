@@ -9,8 +9,8 @@ DISK = "src/phalanx/checkpoint/storage/disk.py"
 LIBRARY = "src/phalanx/checkpoint/storage/library.py"
 CAPTURE = "src/phalanx/checkpoint/capture.py"
 APPLY = "src/phalanx/checkpoint/apply.py"
+OPTIMIZERS = "src/phalanx/checkpoint/optimizers.py"
 CHECKPOINTER = "src/phalanx/checkpoint/checkpointer.py"
-OVERLAP = "src/phalanx/zero/overlap/overlap.py"
 
 FAULTS = "tests/checkpoint/test_faults.py"
 RESUME = "tests/checkpoint/test_resume.py"
@@ -77,8 +77,8 @@ MUTATIONS = (
     Mutation(
         name="checkpoint: a save does not wait for the one that uses its memory",
         file=CHECKPOINTER,
-        old="        self._finish()\n        about = ",
-        new="        self._writer.save = None\n        about = ",
+        old="        self._finish()\n        found, layout",
+        new="        self._writer.save = None\n        found, layout",
         tests=USAGE,
     ),
     Mutation(
@@ -90,7 +90,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="checkpoint: states are cast to the dtype of their parameter",
-        file=APPLY,
+        file=OPTIMIZERS,
         old="            self._restore_dtypes(one, states)\n",
         new="",
         tests=USAGE,

@@ -18,15 +18,11 @@ from ..errors import PlanError, StateError
 from ..plan import BucketPlan
 from ..zero.optimizer import ZeroRedundancyOptimizer
 from ..zero.partition.element import ElementPartition
-from ..zero.partition.kinds import state_keys
-from ..zero.state.loading import check_keys
-from ..zero.state.tree import Leaf, leaves_of, rebuild
-from .capture import Subject, members, named_params
-from .layout import info_of_spec
+from .capture import Subject
+from .optimizers import OptimizerLoad
 from .randomness import seed_like, set_generator_state, set_randomness
 from .reshard import renamed
 from .source import Source
-from .tree import decode
 
 Rename = Mapping[str, str] | Callable[[str], str] | None
 
@@ -84,7 +80,7 @@ class Restoration:
         self._model: dict[str, str] = {}
         if subject.model is not None and choice.wants(MODEL):
             self._model = self._match_model()
-        self._optimizers: list[_OptimizerLoad] = []
+        self._optimizers: list[OptimizerLoad] = []
         if choice.wants(OPTIMIZER):
             self._match_optimizers()
 
@@ -132,7 +128,7 @@ class Restoration:
             if label not in labels and not self._choice.strict:
                 self._leave(label, "not in the checkpoint")
                 continue
-            self._optimizers.append(_OptimizerLoad(label, optimizer, self._subject, self._source, self._choice))
+            self._optimizers.append(OptimizerLoad(label, optimizer, self._subject.param_names(), self._source, self._choice))
             self.result.left_out += self._optimizers[-1].left_out
         for label in labels:
             if label not in self._subject.optimizers:
@@ -272,139 +268,3 @@ def _mean_residuals(saved: Sequence[dict[str, Any]]) -> dict[str, Any]:
         total = torch.stack([one["residuals"].get(name, torch.zeros_like(residual)) for one in saved]).mean(0)
         mean["residuals"][name] = total
     return mean
-
-
-class _OptimizerLoad:
-    """One optimizer's state, checked and then set: of any class, whole or divided."""
-
-    def __init__(self, label: str, optimizer: Any, subject: Subject, source: Source, choice: Choice) -> None:
-        self._label, self._optimizer, self._source = label, optimizer, source
-        self.left_out: list[str] = []
-        told = source.optimizer(label)
-        is_zero = isinstance(optimizer, ZeroRedundancyOptimizer)
-        self._members = [optimizer] if is_zero else members(optimizer)
-        self._groups = [group for one in self._members for group in one.param_groups]
-        self._params = [param for group in self._groups for param in group["params"]]
-        called = named_params(self._params, subject.param_names())
-        saved = {choice.new_name(name): name for group in told["groups"] for name in group["params"]}
-        # By name, or by number where the file knows no names.
-        self._saved_names = [saved.get(name, saved.get(f"#{n}")) for n, name in enumerate(called)]
-        self._options = self._match_groups(told, called, choice)
-        self._trees: dict[int, Any] = {}
-        keys = state_keys(self._class())
-        for index, name in enumerate(self._saved_names):
-            tree = told["states"].get(name)
-            if tree is None:
-                continue
-            if choice.skips(called[index]):
-                self.left_out.append(f"{label} '{called[index]}': skipped")
-                continue
-            if keys is not None:
-                check_keys(set(tree.get("dict", ())), keys, f"'{called[index]}'", self._class().__name__)
-            self._check_shapes(index, tree, called[index])
-            self._trees[index] = tree
-
-    def _class(self) -> type[torch.optim.Optimizer]:
-        first = self._members[0]
-        return first.optimizer_class if isinstance(first, ZeroRedundancyOptimizer) else type(first)
-
-    def _match_groups(self, told: Mapping[str, Any], called: Sequence[str], choice: Choice) -> list[dict[str, Any]]:
-        """The saved options for every group here: those of the group that had its first parameter that was saved."""
-        source_groups = {name: group for group in told["groups"] for name in group["params"]}
-        found, at = [], 0
-        for number, group in enumerate(self._groups):
-            names = self._saved_names[at : at + len(group["params"])]
-            shown = called[at : at + len(group["params"])]
-            at += len(group["params"])
-            for name, new in zip(names, shown, strict=True):
-                if name is None and not choice.skips(new) and choice.strict:
-                    raise StateError(
-                        f"{self._source.where} does not fit the {self._label}: '{new}' in group {number} is in none of its "
-                        f"{len(told['groups'])} groups. Give rename=, skip= or strict=False."
-                    )
-                if name is None:
-                    self.left_out.append(f"{self._label} '{new}': not in the checkpoint")
-            first = next((name for name in names if name is not None), None)
-            tree = source_groups[first]["options"] if first is not None else {}
-            found.append(decode(tree, _no_leaf))
-        return found
-
-    def _check_shapes(self, index: int, tree: Any, name: str) -> None:
-        for leaf in leaves_of(tree):
-            info = self._source.infos.get(self._key(index, leaf))
-            shape = tuple(self._params[index].shape)
-            if info is None or (leaf.shape is None and info.shape != shape):
-                got = "nothing" if info is None else f"shape {info.shape}"
-                raise StateError(
-                    f"{self._source.where}: {self._label}: '{name}' has shape {shape}, its saved state '{leaf.path}' {got}. "
-                    "It is another model's."
-                )
-
-    def _key(self, index: int, leaf: Leaf) -> str:
-        return f"{self._label}/{self._saved_names[index]}/{leaf.path}"
-
-    # -- changes -------------------------------------------------------------------------------
-
-    def run(self) -> None:
-        if isinstance(self._optimizer, ZeroRedundancyOptimizer):
-            self._set_sharded(self._optimizer)
-        else:
-            self._set_plain()
-
-    def _set_sharded(self, optimizer: ZeroRedundancyOptimizer) -> None:
-        """Every rank reads its own part, from whichever files have it."""
-        sharded = optimizer.sharded
-        local = sharded.blank(dict(sorted(self._trees.items())))
-        for index, tree in self._trees.items():
-            for leaf in leaves_of(tree):
-                key = self._key(index, leaf)
-                info = self._source.infos[key]
-                like = info_of_spec(sharded.table.specs[index], leaf.dtype) if leaf.shape is None else info
-                for extent in local.extents.get((index, leaf.path), ()):
-                    if extent.values.numel():
-                        extent.values.copy_(self._source.ordered(key, like, extent.start, extent.stop))
-        sharded.set_state(local)
-        optimizer.set_options(self._options)
-
-    def _set_plain(self) -> None:
-        at = 0
-        for one in self._members:
-            count = sum(len(group["params"]) for group in one.param_groups)
-            states = {index - at: self._rebuilt(index) for index in range(at, at + count) if index in self._trees}
-            groups, number = [], 0
-            for group in one.param_groups:
-                # Lists of options are by group of the whole optimizer; identity finds the place.
-                options = self._options[next(k for k, mine in enumerate(self._groups) if mine is group)]
-                numbers = list(range(number, number + len(group["params"])))
-                number += len(numbers)
-                kept = {key: value for key, value in group.items() if key != "params"}
-                groups.append({**kept, **options, "params": numbers})
-            one.load_state_dict({"state": states, "param_groups": groups})
-            self._restore_dtypes(one, states)
-            at += count
-
-    def _restore_dtypes(self, optimizer: torch.optim.Optimizer, states: Mapping[int, Any]) -> None:
-        """Torch casts states to their parameter's dtype. What was kept in another is what continuing to the bit needs."""
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        for index, state in states.items():
-            mine = optimizer.state[params[index]]
-            for key, value in state.items():
-                loaded = mine.get(key)
-                if isinstance(value, torch.Tensor) and isinstance(loaded, torch.Tensor) and loaded.dtype != value.dtype:
-                    mine[key] = value.to(loaded.device)
-
-    def _rebuilt(self, index: int) -> Any:
-        param = self._params[index]
-
-        def leaf(leaf: Leaf) -> torch.Tensor:
-            key = self._key(index, leaf)
-            saved = self._source.whole(key)
-            if leaf.shape is None:
-                return torch.empty_like(param, dtype=leaf.dtype).copy_(saved)
-            return saved.clone().to(param.device)
-
-        return rebuild(self._trees[index], param.device, leaf)
-
-
-def _no_leaf(path: str) -> torch.Tensor:
-    raise StateError(f"an option of a group has a tensor at '{path}', which is never saved there.")

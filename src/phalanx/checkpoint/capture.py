@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -23,15 +23,11 @@ from ..ddp.messages import torn
 from ..ddp.module import DistributedDataParallel
 from ..errors import ArgumentTypeError, StateError
 from ..optim.in_backward import InBackward
-from ..plan import specs_of
 from ..zero.optimizer import ZeroRedundancyOptimizer
 from ..zero.overlap.scattered_gradient import ScatteredGradient
-from ..zero.partition.storage import flatten
-from ..zero.state.local_state import LocalState
-from ..zero.state.tree import Leaf, describe, leaves_of
-from .layout import Captured, Piece, dtype_name, info_of_spec, whole_piece
+from .layout import Captured, whole_piece
+from .optimizers import capture_optimizer
 from .randomness import capture_randomness, generator_state
-from .storage.manifest import TensorInfo
 from .tree import encode
 
 _COMPILED = "_orig_mod."
@@ -198,11 +194,6 @@ def _labelled(optimizer: Any) -> dict[str, Any]:
     return found
 
 
-def members(optimizer: Any) -> list[torch.optim.Optimizer]:
-    """The torch optimizers that an optimizer consists of."""
-    return optimizer.optimizers if isinstance(optimizer, InBackward) else [optimizer]
-
-
 def _is_stateful(value: Any) -> bool:
     return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
 
@@ -219,10 +210,7 @@ def capture(subject: Subject, rank: int) -> Captured:
         own["buffers"] = _capture_model(subject, found, rank == 0)
     names = subject.param_names()
     for label, optimizer in subject.optimizers.items():
-        if isinstance(optimizer, ZeroRedundancyOptimizer):
-            _capture_sharded(label, optimizer, names, found)
-        else:
-            _capture_plain(label, members(optimizer), names, found, rank == 0)
+        capture_optimizer(label, optimizer, names, found, rank == 0)
     if subject.has_unused_gradients():
         own["gradients"] = {name: param.grad for param, name in names.items() if param.grad is not None}
     own.update(_training_of(subject))
@@ -272,89 +260,6 @@ def _capture_model(subject: Subject, found: Captured, tells: bool) -> dict[str, 
     found.alike += [whole_piece(f"model_extra/{path}", leaf) for path, leaf in leaves.items()]
     found.texts["model"] = {"aliases": aliases, "extra": tree}
     return own
-
-
-def named_params(optimizer_params: Sequence[torch.Tensor], names: Mapping[torch.Tensor, str]) -> list[str]:
-    """The names under which states are saved: the model's, or the number where the model does not know the parameter."""
-    return [names.get(param, f"#{number}") for number, param in enumerate(optimizer_params)]
-
-
-def _options(groups: Sequence[Mapping[str, Any]], label: str, names: Sequence[str]) -> Iterator[dict[str, Any]]:
-    at = 0
-    for group in groups:
-        options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-        tree, leaves = encode(options, f"{label}: the options of a group")
-        if leaves:
-            raise StateError(f"{label}: an option of a group, '{next(iter(leaves))}', is a tensor with dimensions.")
-        count = len(group["params"])
-        yield {"options": tree, "params": list(names[at : at + count])}
-        at += count
-
-
-def _capture_plain(
-    label: str, optimizers: Sequence[torch.optim.Optimizer], names: Mapping[torch.Tensor, str], found: Captured, tells: bool
-) -> None:
-    groups = [group for one in optimizers for group in one.param_groups]
-    params = [param for group in groups for param in group["params"]]
-    called = named_params(params, names)
-    states: dict[str, Any] = {}
-    for optimizer in optimizers:
-        _refuse_foreign(label, optimizer, params)
-    for param, name in zip(params, called, strict=True):
-        state = next((one.state[param] for one in optimizers if param in one.state), None)
-        if not state:
-            continue
-        states[name], leaves = describe(state, param, f"{label}: '{name}'")
-        for path, leaf in leaves.items():
-            # In the order of the parameter's memory, in which ZeRO cuts it, whatever strides the optimizer chose.
-            if leaf.shape == param.shape:
-                (spec,) = specs_of([(name, param)])
-                piece = Piece("", info_of_spec(spec, leaf.dtype), 0, flatten(leaf.detach(), spec))
-            else:
-                piece = whole_piece(path, leaf)
-            found.alike.append(Piece(f"{label}/{name}/{path}", piece.info, 0, piece.values))
-    # The same on every rank, so that one of them says it.
-    if tells:
-        told = {"class": type(optimizers[0]).__name__, "groups": list(_options(groups, label, called)), "states": states}
-        found.texts[label] = told
-
-
-def _refuse_foreign(label: str, optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor]) -> None:
-    known = set(params)
-    foreign = [key for key in optimizer.state if key not in known]
-    if foreign:
-        kind = type(optimizer).__name__
-        raise StateError(f"{label}: {kind} keeps a state under {foreign[0]!r:.60}, which is no parameter of it.")
-
-
-def _capture_sharded(
-    label: str, optimizer: ZeroRedundancyOptimizer, names: Mapping[torch.Tensor, str], found: Captured
-) -> None:
-    sharded = optimizer.sharded
-    table = sharded.table
-    called = named_params(table.params, names)
-    live = LocalState.live(sharded.partition.owned, sharded.optim.state, table.names)
-    for index, tree in live.trees.items():
-        for leaf in leaves_of(tree):
-            key, info = f"{label}/{called[index]}/{leaf.path}", _leaf_info(leaf, table.specs[index])
-            extents = live.extents.get((index, leaf.path), [])
-            # What cannot be cut is held whole with each slice; once is enough.
-            for extent in extents if leaf.shape is None else extents[:1]:
-                if extent.values.numel() or not info.numel:
-                    found.own.append(Piece(key, info, extent.start, extent.values))
-    # Each rank knows the states of its own part; whoever loads puts them together.
-    found.texts[label] = {
-        "class": sharded.optim.__class__.__name__,
-        "groups": list(_options(optimizer.param_groups, label, called)),
-        "states": {called[index]: tree for index, tree in live.trees.items()},
-    }
-
-
-def _leaf_info(leaf: Leaf, spec: Any) -> TensorInfo:
-    if leaf.shape is None:
-        return info_of_spec(spec, leaf.dtype)
-    stride = torch.empty(leaf.shape, device="meta").stride()
-    return TensorInfo(dtype_name(leaf.dtype), leaf.dtype.itemsize, leaf.shape, tuple(stride))
 
 
 def _training_of(subject: Subject) -> dict[str, Any]:

@@ -107,9 +107,9 @@ class Checkpointer:
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
             raise ConfigError(f"step must be a number of steps, 0 or more, got {step!r}.")
         self._finish()
-        about = {"step": step, "metrics": _checked_metrics(metrics), "world": self.world, "time": time.time()}
-        found, layout, texts, said = self._agree_on(step)
-        name, about["total_bytes"] = said[0]["name"], sum(one["num_bytes"] for one in said)
+        found, layout, texts, said = self._agree_on(step, metrics)
+        name, total_bytes = said[0]["name"], sum(one["num_bytes"] for one in said)
+        about = {"step": step, "metrics": said[0]["metrics"], "total_bytes": total_bytes, "time": time.time()}
         try:
             pinned = any(piece.values.device.type == "cuda" for piece in found)
             fill(self._memory.reserve(layout.num_bytes, pinned), found, layout)
@@ -117,7 +117,7 @@ class Checkpointer:
             manifest = Manifest(name, self.rank, self.world, layout.num_bytes, *placed, texts, about)
             keep = None if self._keep is None else asdict(self._keep)
             self._writer.submit(Job(self.folder, manifest, self._options, keep, self._patience_s, self._shows))
-        except Exception as error:
+        except BaseException as error:  # an interrupt too
             # The others have begun: their writers would wait for this rank's part until their patience ends.
             self._agreement.post_failure(name, f"{type(error).__name__}: {error}")
             raise
@@ -125,7 +125,9 @@ class Checkpointer:
         copied = time.perf_counter() - begun
         logger.info("rank %d: step %d: %.0f MB copied in %.3f s", self.rank, step, layout.num_bytes / 1e6, copied)
 
-    def _agree_on(self, step: int) -> tuple[list[Piece], Layout, dict[str, Any], list[dict[str, Any]]]:
+    def _agree_on(
+        self, step: int, metrics: Mapping[str, float] | None
+    ) -> tuple[list[Piece], Layout, dict[str, Any], list[dict[str, Any]]]:
         """What this rank has to write and where, its texts, and what all ranks said about theirs."""
         mine: dict[str, Any] = {"failure": self._failure, "error": None}
         found, layout, texts, raised = [], lay_out([]), {}, None
@@ -134,7 +136,7 @@ class Checkpointer:
                 captured = capture(self._subject, self.rank)
                 found, texts = captured.mine(self.rank, self.world), captured.texts
                 layout = lay_out(found)
-                mine |= {"alike": captured.fingerprint, "num_bytes": layout.num_bytes}
+                mine |= {"alike": captured.fingerprint, "num_bytes": layout.num_bytes, "metrics": _checked(metrics)}
                 if self.rank == 0:
                     self._disk.make_folder(self.folder)
                     number = next_number(self._disk, self.folder)
@@ -361,7 +363,7 @@ def _choose_group(group: dist.ProcessGroup | None, subject: Subject) -> dist.Pro
     return dist.group.WORLD if dist.is_initialized() else None
 
 
-def _checked_metrics(metrics: Mapping[str, float] | None) -> dict[str, float]:
+def _checked(metrics: Mapping[str, float] | None) -> dict[str, float]:
     found = {}
     for name, value in (metrics or {}).items():
         try:

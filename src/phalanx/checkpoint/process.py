@@ -171,8 +171,9 @@ class WriterProcess(Writer):
 
     def _reports(self, wait_s: float) -> list[dict[str, Any]]:
         assert self._process is not None and self._process.stdout is not None, "the writer has been started"
-        readable, _, _ = select.select([self._process.stdout], [], [], wait_s)
-        if not readable:
+        waiting = select.poll()  # not select.select, which knows no descriptor above 1023
+        waiting.register(self._process.stdout, select.POLLIN)
+        if not waiting.poll(1e3 * wait_s):
             return []
         data = os.read(self._process.stdout.fileno(), 1 << 16)
         if not data:

@@ -234,8 +234,11 @@ def run_job(job: Job, memory: int, disk: Disk, report: Report) -> None:
     try:
         Save(job, image, disk, report).run()
     except Exception as error:  # the boundary of the process: whatever it is, the training process raises it
-        where = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
-        report({"state": FAILED, "text": f"{type(error).__name__}: {where}"})
+        text = str(error)
+        if isinstance(error, OSError):
+            # A write has no name of its file; the folder says which disk is full.
+            text = f"{error.filename or f'{job.folder}/{job.manifest.save}'}: {error.strerror or error}"
+        report({"state": FAILED, "text": f"{type(error).__name__}: {text}"})
     finally:
         image.release()
         if mapped is not None:
