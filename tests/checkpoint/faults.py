@@ -258,8 +258,10 @@ class FaultyDisk(Disk):
         if self.renames_at_once:
             super().publish(folder, name, data, by)
             return
-        # Piece by piece, for everybody to see: the worst that a storage without rename may do.
-        handle = self.create(f"{folder}/{name}")
+        # Over what is there, piece by piece, for everybody to see: the worst that a storage without rename may do.
+        path = f"{folder}/{name}"
+        handle = self._operate(lambda: os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644), grows=True)
+        self._paths[handle] = path
         try:
             for begin in range(0, len(data), -(-len(data) // 3)):
                 self.write(handle, memoryview(data)[begin : begin + -(-len(data) // 3)])

@@ -189,6 +189,9 @@ def test_list_verify_compare_delete(folder: str) -> None:
     assert "the newest good checkpoint is that of step 3" in verified.output
     with pytest.raises(ConfigError, match="not whole"):
         call(folder, "export", "torch", "/nowhere")
+    with pytest.raises(ConfigError, match="nothing was deleted"):
+        call(folder, "delete")
+    assert "step-3" in call(folder).stdout
     with pytest.raises(ConfigError, match="no checkpoint of step 77"):
         call(folder, "verify", "--step", "77")
 

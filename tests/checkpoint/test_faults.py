@@ -57,16 +57,19 @@ def test_a_sample_of_all_operations(tmp_path: Path) -> None:
     assert min(seen[NEW], seen[OLD], seen[NOTHING]) > 10
 
 
-def test_every_operation_of_two_ranks_that_run_in_step(tmp_path: Path) -> None:
+@pytest.mark.parametrize("renames", [True, False], ids=["rename", "no rename"])
+def test_every_operation_of_two_ranks_that_are_killed(tmp_path: Path, renames: bool) -> None:
     folder = str(tmp_path / "checkpoints")
-    counts = num_operations(2, Schedule.IN_STEP, folder)
-    chosen = [
-        Case(2, True, Fault.KILL, victim, operation, Schedule.IN_STEP)
-        for victim, count in enumerate(counts)
-        for operation in range(count)
-    ]
-    seen = _check(chosen, folder)
-    assert seen[NEW] and seen[OLD]
+    for schedule in (Schedule.IN_STEP, Schedule.UNEVEN):
+        counts = num_operations(2, schedule, folder, renames)
+        chosen = [
+            Case(2, True, fault, victim, operation, schedule, renames)
+            for victim, count in enumerate(counts)
+            for operation in range(count)
+            for fault in (Fault.KILL, Fault.TORN)
+        ]
+        seen = _check(chosen, folder)
+        assert seen[NEW] and seen[OLD]
 
 
 def test_a_commit_by_another_rank_is_synced_before_it_is_believed(tmp_path: Path) -> None:
@@ -94,6 +97,31 @@ def test_a_commit_by_another_rank_is_synced_before_it_is_believed(tmp_path: Path
     )
     save_.run()
     assert operations[-3:] == ["committed elsewhere", f"sync {place}", writer.DONE]
+
+
+def test_only_rank_0_commits_where_there_is_no_rename(tmp_path: Path) -> None:
+    """Two that write the same could take it away again: the second is stopped while it writes over the first."""
+    name, folder = SaveName(1, 10, "00000001"), str(tmp_path)
+    place = Path(folder, str(name))
+    published: list[str] = []
+
+    class Shown(Disk):
+        renames_at_once = False
+
+        def publish(self, folder: str, name: str, data: bytes, by: str) -> None:
+            published.append(name)
+            Path(folder, name).write_bytes(data)
+
+    def rank_0_commits(_: float) -> float:
+        texts = {0: job(folder, name, 0, 2).manifest.to_bytes(), 1: (place / "rank-1.json").read_bytes()}
+        Path(place, "COMMITTED").write_bytes(Commit.of(texts).to_bytes())
+        return 0.0
+
+    place.mkdir()
+    (place / "rank-0.json").write_bytes(job(folder, name, 0, 2).manifest.to_bytes())
+    image = memoryview(image_of(1, 1))
+    writer.Save(job(folder, name, 1, 2), image, Shown(), lambda _: None, rank_0_commits).run()
+    assert published == ["rank-1.json"]
 
 
 # -- real processes --------------------------------------------------------------------------------

@@ -158,3 +158,40 @@ def test_four_ranks_then_two_then_three(tmp_path: Path) -> None:
         found = run_ranks(world, go_on, options, folder, save_at, backend="phalanx")
         for rank in range(world):
             assert (world, rank, differing(found[rank], expected[rank])) == (world, rank, [])
+
+
+def residuals(run: Run) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in run.model._hook[0].residuals.named().items()}
+
+
+def saved_residuals(rank: int, world: int, folder: str) -> dict[str, torch.Tensor]:
+    run = Run(rank, world, hook="int8", optimizer="plain")
+    with run.checkpointer(folder) as checkpointer:
+        run.train(4)
+        checkpointer.save(4)
+        return residuals(run)
+
+
+def loaded_residuals(rank: int, world: int, folder: str) -> tuple[dict[str, torch.Tensor], list[str], int, float]:
+    run = Run(rank, world, hook="int8", optimizer="plain")
+    with run.checkpointer(folder) as checkpointer:
+        restored = checkpointer.restore()
+        assert restored is not None
+    return residuals(run), restored.left_out, run.loader.position, torch.rand(()).item()
+
+
+def test_what_each_rank_has_for_itself_is_shared_out_to_another_number(tmp_path: Path) -> None:
+    saved = run_ranks(2, saved_residuals, str(tmp_path))
+    mean = {name: (saved[0][name] + saved[1][name]) / 2 for name in saved[0]}
+    assert any(bool(value.any()) for value in mean.values())
+    found = run_ranks(3, loaded_residuals, str(tmp_path))
+    again = run_ranks(3, loaded_residuals, str(tmp_path))
+    for rank, (mine, left_out, position, _) in enumerate(found):
+        torch.testing.assert_close(mine, mean, rtol=0, atol=0)
+        assert position == 4 * 4 * 2  # in samples of all ranks
+        said = " ".join(left_out)
+        assert "plan: of another number of ranks" in said and "loader: saved by 2 ranks" in said
+        assert ("there was no rank 2" in said) == (rank == 2)
+    # Every rank draws its own numbers, the same whenever it is restored.
+    drawn = [one[3] for one in found]
+    assert len(set(drawn)) == 3 and drawn == [one[3] for one in again]

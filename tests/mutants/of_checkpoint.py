@@ -15,7 +15,6 @@ CHECKPOINTER = "src/phalanx/checkpoint/checkpointer.py"
 FAULTS = "tests/checkpoint/test_faults.py"
 RESUME = "tests/checkpoint/test_resume.py"
 USAGE = "tests/checkpoint/test_usage.py"
-STORAGE = "tests/checkpoint/test_storage.py"
 
 MUTATIONS = (
     Mutation(
@@ -44,7 +43,7 @@ MUTATIONS = (
         file=WRITER,
         old="        if not (disk.renames_at_once or manifest.rank == 0):\n            return False\n",
         new="",
-        tests=f"{STORAGE} {FAULTS}",
+        tests=FAULTS,
     ),
     Mutation(
         name="checkpoint: a damaged extent is loaded",

@@ -40,6 +40,10 @@ logger = logging.getLogger("phalanx.checkpoint")
 _LOOK_S = 0.2
 
 
+class Damaged(StateError):
+    """A checkpoint that is not as it was saved, for which an older one may stand in."""
+
+
 class Checkpointer:
     """Saves and restores a training run: model, optimizer, scheduler, position in the data, random numbers, hooks.
 
@@ -268,14 +272,17 @@ class Checkpointer:
         return names
 
     def _verified(self, entry: Entry) -> Source:
-        """A checkpoint of which this rank has verified its share of the files. Raises StateError for damage."""
+        """A checkpoint of which this rank has verified its share of the files. Raises Damaged."""
         found = {one.name: one for one in entries(self._disk, self.folder)}
         if entry.name not in found:
-            raise StateError(f"{entry.path}: rank {self.rank} does not see it. All ranks must see one folder.")
-        entry = found[entry.name]
-        source = CheckpointSource(self._disk, entry)
-        for problem in problems(self._disk, entry, range(self.rank, source.world, self.world)):
-            raise StateError(f"{problem}.")
+            raise Damaged(f"{entry.path}: rank {self.rank} does not see it. All ranks must see one folder.")
+        try:
+            entry = found[entry.name]
+            source = CheckpointSource(self._disk, entry)
+            for problem in problems(self._disk, entry, range(self.rank, source.world, self.world)):
+                raise Damaged(f"{problem}.")
+        except (StateError, OSError) as error:
+            raise Damaged(str(error)) from error
         return source
 
     def _prepared(self, read: Any, choice: Choice, what: str, damaged: list[str] | None = None) -> Restoration | None:
@@ -284,13 +291,11 @@ class Checkpointer:
         prepared: Restoration | None = None
         try:
             source = read()
-        except (StateError, OSError) as error:
+            prepared = Restoration(self._subject, source, choice, self.rank, self.world)
+        except Damaged as error:
             mine["damage"] = str(error)
-        else:
-            try:
-                prepared = Restoration(self._subject, source, choice, self.rank, self.world)
-            except Exception as error:  # all ranks have to hear of it before any of them changes something
-                mine["error"] = f"{error}"
+        except Exception as error:  # all ranks have to hear of it before any of them changes something
+            mine["error"] = str(error) if isinstance(error, StateError) else f"{type(error).__name__}: {error}"
         said = self._agreement.exchange(mine, f"restoring {what}")
         for rank, one in enumerate(said):
             if one["damage"]:

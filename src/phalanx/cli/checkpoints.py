@@ -111,6 +111,10 @@ def delete(ctx: click.Context, /, dry_run: bool, abandoned_after: float, **polic
     """Delete all checkpoints that no option keeps, and what stopped saves left."""
     disk, folder = ctx.obj
     keep = Keep(policy["keep_last"], policy["keep_every"], policy["best"], policy["num_best"], 3600.0 * abandoned_after)
+    committed = [entry for entry in library.entries(disk, folder) if entry.commit is not None]
+    # Others are deleted because the newest is there: so it has to be.
+    for problem in library.problems(disk, committed[-1]) if committed else ():
+        raise ConfigError(f"the newest checkpoint is not whole, so nothing was deleted: {problem}")
     for entry in library.prune(disk, folder, keep, dry_run):
         click.echo(f"{'would delete' if dry_run else 'deleted'} {entry.name}")
     return 0
