@@ -16,7 +16,7 @@ from bench.table import RESULTS, Result, Row
 # As they are read: the parts first, then what is made of them.
 _ORDER = (
     *("collectives", "collectives-copy", "collectives-mpi", "ddp", "ddp-gloo", "zero", "compile", "compile-gloo", "remote"),
-    *("hosts", "scaling", "tracing", "peers"),
+    *("hosts", "scaling", "tracing", "checkpoint", "peers"),
 )
 
 

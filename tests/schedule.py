@@ -58,6 +58,8 @@ HEAVIEST: tuple[str, ...] = (
     "ddp/test_like_torch_checkpointing.py",
     "cli/test_demo.py",
     "ddp/test_failures.py",
+    "checkpoint/test_faults.py",
+    "checkpoint/test_resume.py",
 )
 
 _PR_SET_PDEATHSIG = 1

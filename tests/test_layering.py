@@ -65,7 +65,7 @@ FORBIDDEN = (
 ALLOWED = {"ddp.like_torch.base": ("torch.nn.parallel.DistributedDataParallel",)}
 
 # Pure code decides and touches nothing: no group, no thread, no process, no socket.
-PURE = ("plan", "compile.split", "checkpoint.reshard")
+PURE = ("plan", "compile.split", "checkpoint.reshard", "checkpoint.storage.manifest")
 IMPURE = (
     "torch.distributed",
     "torch.multiprocessing",
@@ -76,7 +76,7 @@ IMPURE = (
 )
 
 # Inside these no module imports, however indirectly, a module that imports it.
-LADDERS = ("zero",)
+LADDERS = ("zero", "checkpoint")
 
 NAMELESS = {"utils", "util", "common", "helpers", "helper", "misc"}
 MAX_LINES = 500
@@ -218,6 +218,15 @@ def test_pure_code_touches_no_process_thread_or_socket(module: str) -> None:
 def _source_files() -> list[Path]:
     folders = ("src", "tests", "bench", "examples")
     return [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
+
+
+def test_the_writer_of_checkpoints_imports_no_torch() -> None:
+    # It starts in milliseconds and holds ten megabytes; one import above it would cost seconds and hundreds.
+    allowed = ("phalanx.errors", "phalanx.checkpoint.storage")
+    for name in (name for name in LAYERED if _within(name, ("checkpoint.storage",))):
+        touched = [target for _, target in _touched_names(MODULES[name].read_text(), name)]
+        assert not [target for target in touched if _within(target, ("torch", "numpy"))], name
+        assert not [t for t in touched if t.startswith("phalanx.") and not _within(t, allowed)], name
 
 
 def test_every_file_and_folder_has_a_name_that_says_what_it_holds() -> None:

@@ -15,6 +15,7 @@ import phalanx
 
 # Sorted. A name that goes in here needs a docstring and a line in CHANGELOG.md.
 PUBLIC_NAMES: list[str] = [
+    "Checkpointer",
     "DistributedDataParallel",
     "DistributedOptimizer",
     "GradBucket",

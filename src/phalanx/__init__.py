@@ -19,12 +19,14 @@ from .zero import ZeroRedundancyOptimizer
 
 if TYPE_CHECKING:
     from . import compile, observe, remote
+    from .checkpoint import Checkpointer
     from .remote import DistributedOptimizer
     from .swap import install
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Checkpointer",
     "DistributedDataParallel",
     "DistributedOptimizer",
     "GradBucket",
@@ -48,6 +50,7 @@ when_imported(
 )
 
 _LAZY = {
+    "Checkpointer": (".checkpoint", "Checkpointer"),
     "DistributedOptimizer": (".remote", "DistributedOptimizer"),
     "compile": (".compile", None),
     "install": (".swap", "install"),

@@ -10,6 +10,7 @@
     │   ├── PeerFailure                   a rank died or raised; `ranks` names it
     │   └── CollectiveTimeout             a rank stayed silent; `ranks` names it
     ├── StateError (ValueError)           a saved state that is truncated, foreign or mismatched
+    ├── CheckpointError (RuntimeError)    a checkpoint that could not be written; earlier ones are untouched
     └── RemoteError (RuntimeError)        a failure on one or several remote workers
 
 A message says who (rank), what (parameter, bucket, step), expected, got, and what to do.
@@ -66,6 +67,10 @@ class CollectiveTimeout(CommunicationError, TimeoutError):
 
 class StateError(PhalanxError, ValueError):
     """A saved state that is truncated, foreign or does not match; nothing was changed."""
+
+
+class CheckpointError(PhalanxError, RuntimeError):
+    """A checkpoint that could not be written, raised on every rank; those written before are untouched."""
 
 
 class RemoteError(PhalanxError, RuntimeError):

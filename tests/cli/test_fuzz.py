@@ -21,7 +21,7 @@ from phalanx.launch.machine import Answer, Level
 
 pytestmark = pytest.mark.timeout(110)
 
-COMMANDS = ["run", "demo", "doctor", "report", "plan", "bench", "rn", ""]
+COMMANDS = ["run", "demo", "doctor", "report", "plan", "bench", "checkpoints", "rn", ""]
 OPTIONS = [
     *("--nproc", "-n", "--nnodes", "--endpoint", "--node-rank", "--run-id", "--max-restarts", "--module", "--trace"),
     *("--run-dir", "--grace", "-q", "--quiet", "--steps", "--world", "-w", "--hosts", "--gbit", "--latency-us"),
@@ -34,6 +34,7 @@ VALUES = [
     *("a.py", "missing.py", ".", "..", "empty", "run", "torn", "nowhere/deep", "/proc/self", "/dev/null", "a.py:build"),
     *("broken.py:build", "torch.nn:Identity", "a.py:", ":build", "json:loads", "exits.py:build", "AdamW", "Optimizer"),
     *("SGD", "lr_scheduler", "LBFGS", "gloo", "phalanx", "carrier-pigeon", "all", "ddp", "../ddp", "__init__", "table"),
+    *("verify", "compare", "delete", "export", "import", "torch", "dcp", "safetensors", "nowhere://x"),
 ]
 WORDS = st.lists(st.sampled_from(OPTIONS + VALUES + VALUES), max_size=6)
 ANY = st.builds(lambda command, words: [command, *words], st.sampled_from(COMMANDS), WORDS)
@@ -41,7 +42,7 @@ ANY = st.builds(lambda command, words: [command, *words], st.sampled_from(COMMAN
 PAIRS = st.lists(st.tuples(st.sampled_from(OPTIONS), st.sampled_from(VALUES)), max_size=2)
 NEARLY = st.builds(
     lambda command, target, pairs: [command, *(word for pair in pairs for word in pair), target],
-    st.sampled_from(COMMANDS[:6]),
+    st.sampled_from(COMMANDS[:7]),
     st.sampled_from(VALUES),
     PAIRS,
 )

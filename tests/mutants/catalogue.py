@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.mutants import of_features, of_order, of_passes, of_slots, of_zero
+from tests.mutants import of_checkpoint, of_features, of_order, of_passes, of_slots, of_zero
 from tests.mutants.mutation import Mutation
 
 MUTATIONS: tuple[Mutation, ...] = (
@@ -11,4 +11,5 @@ MUTATIONS: tuple[Mutation, ...] = (
     *of_order.MUTATIONS,
     *of_features.MUTATIONS,
     *of_zero.MUTATIONS,
+    *of_checkpoint.MUTATIONS,
 )

@@ -15,7 +15,7 @@ import phalanx
 from phalanx.cli.console import say
 from phalanx.errors import ConfigError
 
-NAMES = ("collectives", "ddp", "zero", "remote", "compile", "hosts", "scaling", "tracing", "peers")
+NAMES = ("collectives", "ddp", "zero", "remote", "compile", "hosts", "scaling", "tracing", "checkpoint", "peers")
 
 
 @click.command(
@@ -26,8 +26,8 @@ NAMES = ("collectives", "ddp", "zero", "remote", "compile", "hosts", "scaling", 
 @click.argument("name")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def command(name: str, arguments: tuple[str, ...]) -> int:
-    """Run benchmark NAME: collectives, ddp, zero, remote, compile, hosts, scaling, tracing, peers, or
-    all of them.
+    """Run benchmark NAME: collectives, ddp, zero, remote, compile, hosts, scaling, tracing, checkpoint,
+    peers, or all of them.
 
     ARGUMENTS go to the benchmark; `phalanx bench ddp --help` lists its own. Results are printed and kept in
     bench/results/DATE/ as JSON and as a plot; `all` ends with a report of what was won and what was lost. Nothing

@@ -24,6 +24,7 @@ _COMMANDS = {
     "doctor": "Check this machine, with a remedy for everything that is wrong.",
     "report": "Turn a traced run into one HTML page.",
     "plan": "Predict buckets, memory and step time for a model and a world size.",
+    "checkpoints": "List, verify, compare, delete and convert checkpoints.",
     "bench": "Measure phalanx beside torch's own.",
 }
 

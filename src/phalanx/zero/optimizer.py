@@ -7,6 +7,7 @@ moved, saved and loaded in `state/`, and `overlap/` joins it to backward.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from . import step_hooks
 from .clipping import check_limits, clip_gradients, clip_shards
 from .join import JoinedStep
 from .memory import MemoryReport, report_memory
-from .overlap.overlap import Overlap
+from .overlap.overlap import Engagement, Overlap
 from .partition.element import Placement
 from .partition.kinds import PartitionChoice, check_class, choose_partition
 from .partition.param_table import check_params
@@ -121,6 +122,16 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
     def optim(self) -> torch.optim.Optimizer:
         """The optimizer that this rank runs on its own part of the parameters."""
         return self._sharded.optim
+
+    @property
+    def sharded(self) -> ShardedOptimizer:
+        """Parameters, partition and state, for whoever saves and loads them part by part."""
+        return self._sharded
+
+    @property
+    def is_torn(self) -> bool:
+        """Whether a backward raised between two of its updates, which left the parameters between two steps."""
+        return self._overlap is not None and self._overlap.state is Engagement.TORN
 
     @property
     def _all_params(self) -> list[torch.Tensor]:
@@ -317,7 +328,10 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         """
         from .state.checkpoint import CheckpointLoad
 
-        options = CheckpointLoad(self._sharded, checkpoint, prefix).run(self.param_groups)
+        self.set_options(CheckpointLoad(self._sharded, checkpoint, prefix).run(self.param_groups))
+
+    def set_options(self, options: Sequence[Mapping[str, Any]]) -> None:
+        """Take over the options of groups, after the state was set part by part (`sharded`). The same on every rank."""
         for group, loaded in zip(self.param_groups, options, strict=True):
             group.update(loaded)
         self._sharded.local.pull(self.param_groups)

@@ -104,8 +104,7 @@ class PowerSGDState(HookState):
                 f"PowerSGDState cannot be saved in the middle of a step: bucket {self._pending.index} is on "
                 "its way. Save it between backward passes."
             )
-        factors = {name: factor.clone() for name, factor in self.factors.items()}
-        return {"residuals": self.residuals.named(), "factors": factors}
+        return {"residuals": self.residuals.named(), "factors": dict(self.factors)}
 
     def load_tensors(self, tensors: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
         self.residuals.load(tensors["residuals"])

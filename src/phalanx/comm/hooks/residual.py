@@ -64,11 +64,11 @@ class Residuals:
         return flat
 
     def named(self) -> dict[str, torch.Tensor]:
-        """A copy of every residual under its parameter's name."""
+        """Every residual under its parameter's name: views of what the next step changes."""
         found = dict(self._loose)
         for kept in self._kept.values():
             found.update(kept.pieces())
-        return {name: piece.clone() for name, piece in found.items()}
+        return found
 
     def load(self, named: Mapping[str, torch.Tensor]) -> None:
         """Forget all, and continue from these."""

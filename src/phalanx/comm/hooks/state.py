@@ -45,14 +45,18 @@ class HookState(abc.ABC):
 
     @abc.abstractmethod
     def tensors(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Copies of what is kept between steps: kind -> parameter name -> tensor."""
+        """What is kept between steps, itself or copies: kind -> parameter name -> tensor."""
 
     @abc.abstractmethod
     def load_tensors(self, tensors: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
         """Take over what `tensors` of an equal class returned; all of it has been checked."""
 
     def state_dict(self) -> dict[str, Any]:
-        """All that continuing bit for bit needs, beside the constructor's arguments."""
+        """All that continuing bit for bit needs, beside the constructor's arguments. Copies."""
+        return {key: _copied(value) for key, value in self.live_state_dict().items()}
+
+    def live_state_dict(self) -> dict[str, Any]:
+        """The same without copies, for whoever makes a copy before the next step."""
         return {"hook_state": type(self).__name__, "iter": self.iter, **self.tensors()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -79,6 +83,10 @@ class HookState(abc.ABC):
         group = dist.group.WORLD if dist.is_initialized() else None
         type(self).__init__(self, group, **saved["config"])
         self.load_state_dict(saved["state"])
+
+
+def _copied(value: Any) -> Any:
+    return {name: tensor.clone() for name, tensor in value.items()} if isinstance(value, Mapping) else value
 
 
 def check_number(name: str, value: float, low: float, high: float = float("inf")) -> None:

@@ -2,8 +2,8 @@
 
 Called on every rank in this order: `pass_began`, then per bucket `bucket_full` (not for every bucket),
 `bucket_sent`, `bucket_given`; `backward_ended` in between; last `pass_ended`, or `pass_failed` at any point.
-`plan_adopted` comes between two passes. All methods are optional. Listeners are called in the order in which they were
-added; what one raises ends the pass. Nobody but the reducer and the strategy changes a slot.
+`plan_adopted` and `plan_resumed` come between two passes. All methods are optional. Listeners are called in the order in
+which they were added; what one raises ends the pass. Nobody but the reducer and the strategy changes a slot.
 """
 
 from __future__ import annotations
@@ -48,3 +48,6 @@ class Listener:
 
     def plan_adopted(self) -> None:
         """The buckets have been made anew, by another plan or for another strategy."""
+
+    def plan_resumed(self) -> None:
+        """The settled plan of an earlier run is in force, before the first pass of this one. Every rank is here."""

@@ -37,7 +37,7 @@ from .hooks import GradientHooks
 from .joined import give_up, shadow
 from .listener import Listener
 from .order import order_of, take_turns
-from .settling import ChooseBuckets, PlanState, Usage, fix, settle
+from .settling import ChooseBuckets, PlanMemory, PlanState, Usage, fix, settle
 from .sparse import SparseBucket
 from .state import FAILED, IDLE, OBSERVING, REDUCING, PassState
 from .strategy import AllReduce, Strategy
@@ -193,6 +193,39 @@ class Reducer(TorchReducer):
         self._repeats = bytearray(len(self.params))
         self.cut_key = plan.hash
         self.adopt(plan)
+
+    def resume(self, plan: BucketPlan, memory: PlanMemory) -> None:
+        """Go on by the settled plan of an earlier run on as many ranks, as if its passes had been ours. Every rank calls it.
+
+        Where it differs, buckets would be summed, or compressed, otherwise than there until this run has settled.
+        """
+        self.require_idle()
+        self.observed, self.ready_order = list(memory.observed), list(dict.fromkeys(memory.observed))
+        self.usage = Usage()
+        self.usage.first_unused = None if memory.unused is None else frozenset(memory.unused)
+        self._repeats = bytearray(index in memory.repeats for index in range(len(self.params)))
+        self.plan_state = PlanState.SETTLED
+        self.adopt(plan)
+        if self.options.static_graph:
+            fix(self)
+        for listener in self.listeners:
+            listener.plan_resumed()
+
+    @property
+    def memory(self) -> PlanMemory:
+        """What `resume` needs beside the plan."""
+        unused = self.usage.first_unused
+        repeats = [index for index, repeats in enumerate(self._repeats) if repeats]
+        return PlanMemory(list(self.observed), None if unused is None else sorted(unused), repeats)
+
+    @property
+    def unreduced(self) -> list[str]:
+        """The parameters that have gradient of this rank alone, from backwards inside `no_sync`."""
+        return [
+            spec.name
+            for spec, param, (bucket, place) in zip(self.plan.specs, self.params, self.places, strict=True)
+            if param.grad is not None and bucket.states[place] == slot.HELD
+        ]
 
     # -- before backward -----------------------------------------------------------------------
 

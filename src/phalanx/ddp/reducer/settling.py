@@ -107,6 +107,15 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True)
+class PlanMemory:
+    """What passes have shown on this rank, as numbers of parameters: enough to go on in another process."""
+
+    observed: list[int]
+    unused: list[int] | None
+    repeats: list[int]
+
+
+@dataclass(frozen=True, slots=True)
 class Trigger:
     """The parameter whose n-th gradient is the last that its bucket gets in a backward."""
 

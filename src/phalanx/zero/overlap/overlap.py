@@ -208,6 +208,15 @@ class Overlap(Listener):
         if isinstance(used, HookStrategy) and getattr(used.hook, REPLACEABLE, False):
             self._install(wrapper, wrapper.reducer)
 
+    def plan_resumed(self) -> None:
+        wrapper = self.wrapper
+        if wrapper is None or _user_of(wrapper.reducer) is not self:
+            return
+        # What the end of the first pass would have done, had there been one: there is none to observe.
+        if self._scatter is not None and type(wrapper.reducer.strategy) is AllReduce:
+            wrapper.reducer.use(self._scatter)
+        self.catch_up()
+
     def catch_up(self) -> None:
         """Divide by the reducer's plan if it is another one by now. Every rank is here at the same point."""
         if self.state is not Engagement.OBSERVING:

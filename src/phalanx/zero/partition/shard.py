@@ -167,6 +167,11 @@ class Shard:
         if self.is_shared:
             self._versions = [storage.param._version for storage in self.storages.values()]
 
+    def accept_writes(self) -> None:
+        """Every rank has written the same to shared parameters, and no rank steps before all have."""
+        if self._versions is not None:
+            self.remember_writes()
+
     def take_gradients(self) -> None:
         """Give every slice its part of its parameter's `.grad`, or none."""
         latest: ParameterStorage | None = None

@@ -1,0 +1,89 @@
+"""What ranks tell each other around a save or a load: short texts, in the store that their group has anyway.
+
+No collective, so that a rank that stays away is named after a time limit of our own, and nothing is left half done on the
+group. Without a group there is one rank, which agrees with itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import weakref
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from ..errors import MismatchError
+
+# How many Checkpointers this process has made on each group; ranks make them in the same order. By the group itself, not its
+# name: a process that leaves a world and joins another starts to count anew, as the others there do.
+_made: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+
+
+class Agreement:
+    """The ranks of `group`, or this process alone."""
+
+    def __init__(self, group: dist.ProcessGroup | None, timeout_s: float) -> None:
+        self.rank = 0 if group is None else dist.get_rank(group)
+        self.world = 1 if group is None else dist.get_world_size(group)
+        self._timeout = timedelta(seconds=timeout_s)
+        self._round = 0
+        self._store: dist.Store | None = None
+        if group is not None and self.world > 1:
+            number = _made[group] = _made.get(group, 0) + 1
+            self._store = dist.PrefixStore(f"phalanx/checkpoint/{number}", group.get_group_store())
+
+    def exchange(self, value: dict[str, Any], doing: str) -> list[dict[str, Any]]:
+        """What every rank says, by rank. Raises MismatchError on the ranks that came if some did not.
+
+        `doing` is what all ranks should be doing now; a rank that does something else is an error on every rank.
+        """
+        if self._store is None:
+            return [value]
+        keys = [f"{self._round}/{rank}" for rank in range(self.world)]
+        self._store.set(keys[self.rank], json.dumps({"doing": doing, **value}))
+        try:
+            self._store.wait(keys, self._timeout)
+        except RuntimeError as error:
+            missing = [rank for rank, key in enumerate(keys) if not self._has(key)]
+            # Taken back: whoever comes later must not take this for an answer. The next round has the same number.
+            with contextlib.suppress(RuntimeError):
+                self._store.delete_key(keys[self.rank])
+            raise MismatchError(
+                f"rank {self.rank}: {doing} was not called by ranks {missing} within {self._timeout.total_seconds():.0f} s. "
+                "Every rank has to call it, in the same order. Nothing was written or changed."
+            ) from error
+        said = [json.loads(text) for text in self._store.multi_get(keys)]
+        # Everybody has read the round before the last: nobody begins a round before having read the one before it.
+        if self._round > 1:
+            with contextlib.suppress(RuntimeError):
+                self._store.delete_key(f"{self._round - 2}/{self.rank}")
+        self._round += 1
+        others = {rank: one["doing"] for rank, one in enumerate(said) if one["doing"] != doing}
+        if others:
+            raise MismatchError(
+                f"rank {self.rank} called {doing}, but "
+                + ", ".join(f"rank {rank} {other}" for rank, other in others.items())
+                + ". Every rank has to call the same. Nothing was written or changed."
+            )
+        return said
+
+    def _has(self, key: str) -> bool:
+        try:
+            return self._store is not None and bool(self._store.check([key]))
+        except RuntimeError:
+            return False
+
+    def post_failure(self, save: str, text: str) -> None:
+        """Tell the other ranks that this one's part of a save failed, in case their writers cannot see it."""
+        with contextlib.suppress(RuntimeError):
+            if self._store is not None:
+                self._store.set(f"failed/{save}", f"rank {self.rank}: {text}")
+
+    def failure(self, save: str) -> str | None:
+        """What some rank posted about a save, if any."""
+        with contextlib.suppress(RuntimeError):
+            if self._store is not None and self._store.check([f"failed/{save}"]):
+                return self._store.get(f"failed/{save}").decode()
+        return None

@@ -1,0 +1,270 @@
+"""Putting a saved state into a model, its optimizers and the rest. Everything is checked before anything is changed.
+
+`Restoration` is made on every rank from the same source; making it raises what does not fit. `run` then changes the
+training run. Must not know where the source comes from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
+from typing import Any
+
+import torch
+
+from ..ddp.reducer.settling import PlanMemory
+from ..errors import PlanError, StateError
+from ..plan import BucketPlan
+from ..zero.optimizer import ZeroRedundancyOptimizer
+from ..zero.partition.element import ElementPartition
+from .capture import Subject
+from .optimizers import OptimizerLoad
+from .randomness import seed_like, set_generator_state, set_randomness
+from .reshard import renamed
+from .source import Source
+
+Rename = Mapping[str, str] | Callable[[str], str] | None
+
+MODEL, OPTIMIZER, RANDOM = "model", "optimizer", "random"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What of a checkpoint is wanted. `parts` None is all; `skip` are patterns of parameter names, after renaming."""
+
+    parts: Sequence[str] | None = None
+    skip: Sequence[str] = ()
+    rename: Rename = None
+    strict: bool = True
+
+    def wants(self, part: str) -> bool:
+        return self.parts is None or part in self.parts
+
+    def skips(self, name: str) -> bool:
+        return any(fnmatch(name, pattern) for pattern in self.skip)
+
+    def new_name(self, name: str) -> str:
+        if self.rename is None:
+            return name
+        return renamed(name, dict(self.rename)) if isinstance(self.rename, Mapping) else self.rename(name)
+
+
+@dataclass
+class Restored:
+    """What `restore` did. `left_out` names all that was saved and not loaded, or wanted and not there, and why."""
+
+    step: int
+    path: str
+    metrics: dict[str, float] = field(default_factory=dict)
+    left_out: list[str] = field(default_factory=list)
+    values: dict[str, Any] = field(default_factory=dict)
+    """Of `extra`: what was given as a plain value, which cannot be changed in place."""
+
+    def __str__(self) -> str:
+        rest = "".join(f"\n  left out: {line}" for line in self.left_out)
+        return f"step {self.step} from {self.path}{rest}"
+
+
+class Restoration:
+    """One source on its way into one training run, on one rank."""
+
+    def __init__(self, subject: Subject, source: Source, choice: Choice, rank: int, world: int) -> None:
+        self._subject, self._source, self._choice = subject, source, choice
+        self._rank, self._same_world = rank, world == source.world
+        self.result = Restored(int(source.about.get("step", 0)), source.where, dict(source.about.get("metrics", {})))
+        known = {MODEL, OPTIMIZER, RANDOM, "hook", "plan", "gradients", "extra", *subject.parts}
+        unknown = set(choice.parts or ()) - known
+        if unknown:
+            raise StateError(f"parts may be {', '.join(sorted(known))}; got {', '.join(sorted(unknown))}.")
+        self._model: dict[str, str] = {}
+        if subject.model is not None and choice.wants(MODEL):
+            self._model = self._match_model()
+        self._optimizers: list[OptimizerLoad] = []
+        if choice.wants(OPTIMIZER):
+            self._match_optimizers()
+
+    def _leave(self, what: str, why: str) -> None:
+        self.result.left_out.append(f"{what}: {why}")
+
+    # -- checks --------------------------------------------------------------------------------
+
+    def _match_model(self) -> dict[str, str]:
+        """The key in the source for every tensor of the model that is loaded."""
+        source, choice = self._source, self._choice
+        saved = {choice.new_name(name): key for name, key in source.model_names().items()}
+        state = self._subject.model.state_dict(keep_vars=True)  # type: ignore[union-attr]
+        keys = self._subject.model_keys()
+        wanted = {name: state[key] for name, key in keys.items() if isinstance(state[key], torch.Tensor)}
+        chosen: dict[str, str] = {}
+        wrong: list[str] = []
+        for name, tensor in wanted.items():
+            if choice.skips(name):
+                self._leave(f"model '{name}'", "skipped")
+            elif name not in saved:
+                wrong.append(f"'{name}' is not in the checkpoint")
+            elif source.infos[saved[name]].shape != tuple(tensor.shape):
+                shape = source.infos[saved[name]].shape
+                wrong.append(f"'{name}' has shape {tuple(tensor.shape)}, saved was {shape}")
+            else:
+                chosen[name] = saved[name]
+        for name in saved.keys() - wanted.keys():
+            if choice.skips(name):
+                self._leave(f"model '{name}'", "skipped")
+            else:
+                wrong.append(f"'{name}' was saved, and the model has no such tensor")
+        if wrong and choice.strict:
+            shown = "; ".join(sorted(wrong)[:8]) + (f"; and {len(wrong) - 8} more" if len(wrong) > 8 else "")
+            raise StateError(
+                f"{source.where} does not fit the model: {shown}. Nothing was changed. Give rename= for layers with other "
+                "names, skip= for what is to stay as it is, or strict=False."
+            )
+        self.result.left_out += [f"model: {line}" for line in sorted(wrong)]
+        return chosen
+
+    def _match_optimizers(self) -> None:
+        labels = self._source.labels()
+        for label, optimizer in self._subject.optimizers.items():
+            if label not in labels and not self._choice.strict:
+                self._leave(label, "not in the checkpoint")
+                continue
+            self._optimizers.append(OptimizerLoad(label, optimizer, self._subject.param_names(), self._source, self._choice))
+            self.result.left_out += self._optimizers[-1].left_out
+        for label in labels:
+            if label not in self._subject.optimizers:
+                self._leave(label, "saved, but there is no such optimizer here")
+
+    # -- changes -------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def run(self) -> Restored:
+        """Load everything. Every rank calls it, after every rank's checks have passed."""
+        if self._choice.parts is None or self._choice.wants("plan"):
+            # First: the state is divided by the plan, and would otherwise move once more.
+            self._resume_plan()
+        if self._model:
+            self._load_model()
+        for load in self._optimizers:
+            load.run()
+        for name, part in self._subject.parts.items():
+            state = self._own(name)
+            if state is not None:
+                part.load_state_dict(state)
+        self._load_extra()
+        self._load_hook()
+        self._load_gradients()
+        # Last: whatever is loaded above may draw numbers.
+        self._set_randomness()
+        return self.result
+
+    def finish(self) -> None:
+        """After every rank has run: parameters that ranks share have been written by all of them, alike."""
+        for one in self._subject.optimizers.values():
+            partition = one.sharded.partition if isinstance(one, ZeroRedundancyOptimizer) else None
+            if self._model and isinstance(partition, ElementPartition):
+                for shard in partition.shards:
+                    shard.accept_writes()
+
+    def _load_model(self) -> None:
+        assert self._subject.model is not None, "there is a model to load"
+        keys = self._subject.model_keys()
+        # Views of the file: torch copies them into the model's own memory, tensor by tensor.
+        state: dict[str, Any] = {keys[name]: self._source.whole(key) for name, key in self._model.items()}
+        for name, value in self._source.model_extra().items():
+            if self._choice.new_name(name) in keys:
+                state[keys[self._choice.new_name(name)]] = value
+        self._subject.model.load_state_dict(state, strict=False)
+        own = self._source.own("buffers", self._rank) if self._same_world else None
+        params = self._subject.model.state_dict(keep_vars=True)
+        for name, value in (own or {}).items():
+            if self._choice.new_name(name) in self._model:
+                params[keys[self._choice.new_name(name)]].detach().copy_(value)
+
+    def _own(self, component: str) -> Any:
+        """What this rank saved for itself. On another number of ranks, what rank 0 did."""
+        if not self._choice.wants(component):
+            return None
+        if self._same_world:
+            found = self._source.own(component, self._rank)
+        else:
+            found = self._source.own(component, 0)
+            if found is not None:
+                self._leave(component, f"saved by {self._source.world} ranks; every rank has loaded rank 0's")
+        if found is None:
+            self._leave(component, "not in the checkpoint")
+        return found
+
+    def _load_extra(self) -> None:
+        saved = self._own("extra") if self._subject.extra else None
+        for name, target in self._subject.extra.items():
+            if saved is None or name not in saved:
+                if saved is not None:
+                    self._leave(f"extra '{name}'", "not in the checkpoint")
+            elif hasattr(target, "load_state_dict"):
+                target.load_state_dict(saved[name])
+            elif hasattr(target, "set_state") or hasattr(target, "setstate") or hasattr(target, "bit_generator"):
+                set_generator_state(target, saved[name])
+            else:
+                self.result.values[name] = saved[name]
+
+    def _resume_plan(self) -> None:
+        ddp = self._subject.ddp
+        if ddp is None or ddp.reducer.choose_buckets is not None or self._source.texts[0].get("plan") is None:
+            return
+        if not self._same_world or self._choice.rename is not None:
+            self._leave("plan", "of another number of ranks or other names; it is learnt anew in the first step")
+            return
+        saved = self._source.own("plan", self._rank)
+        try:
+            plan = BucketPlan.from_json(saved["plan"])
+        except PlanError as error:
+            raise StateError(f"{self._source.where}: {error}") from error
+        if plan.specs != ddp.plan.specs:
+            self._leave("plan", "it is for other parameters; it is learnt anew in the first step")
+            return
+        ddp.reducer.resume(plan, PlanMemory(**saved["memory"]))
+
+    def _load_hook(self) -> None:
+        ddp = self._subject.ddp
+        state = None if ddp is None or ddp._hook is None else ddp._hook[0]
+        saved = [self._source.own("hook", rank) for rank in range(self._source.world)] if self._choice.wants("hook") else []
+        if not hasattr(state, "load_state_dict"):
+            if saved and saved[0] is not None:
+                self._leave("hook", "saved, but no hook with a state is registered")
+            return
+        if not saved or saved[0] is None:
+            self._leave("hook", "not in the checkpoint")
+            return
+        mine = saved[self._rank] if self._same_world else _mean_residuals(saved)
+        for kind, by_name in mine.items():
+            if isinstance(by_name, dict):
+                mine[kind] = {self._choice.new_name(name): value for name, value in by_name.items()}
+        state.load_state_dict(mine)
+
+    def _load_gradients(self) -> None:
+        names = {name: param for param, name in self._subject.param_names().items()}
+        saved = self._source.own("gradients", self._rank) if self._same_world and self._choice.wants("gradients") else None
+        if not self._same_world and self._source.texts[0].get("gradients") is not None:
+            self._leave("gradients", "not used by a step when they were saved, and each rank's own")
+        for name, grad in (saved or {}).items():
+            param = names.get(self._choice.new_name(name))
+            if param is not None and param.shape == grad.shape:
+                param.grad = torch.empty_like(param).copy_(grad)
+
+    def _set_randomness(self) -> None:
+        if not self._choice.wants(RANDOM) or self._source.texts[0].get(RANDOM) is None:
+            return
+        if self._rank < self._source.world:
+            self.result.left_out += set_randomness(self._source.own(RANDOM, self._rank))
+        else:
+            seed_like(self._source.own(RANDOM, 0), self._rank)
+            self._leave(RANDOM, f"there was no rank {self._rank}; it is seeded from rank 0's state")
+
+
+def _mean_residuals(saved: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The hooks' states of n ranks for each of m: what is still to be sent, on average over ranks, stays the same."""
+    mean = dict(saved[0])
+    for name, residual in mean.get("residuals", {}).items():
+        total = torch.stack([one["residuals"].get(name, torch.zeros_like(residual)) for one in saved]).mean(0)
+        mean["residuals"][name] = total
+    return mean

@@ -1,0 +1,80 @@
+"""Every generator of random numbers that a training step may draw from: saved, and set again.
+
+Each rank has its own. A rank that was not there when the state was saved draws from one that follows from rank 0's and its
+own number, so that loading twice on as many ranks gives the same numbers twice.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+from .storage.manifest import digest
+
+
+def capture_randomness() -> dict[str, Any]:
+    """The state of Python's, numpy's and torch's generators, and of those of every device in use."""
+    found: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+    }
+    device = _device_module()
+    if device is not None:
+        found["devices"] = device.get_rng_state_all()
+    return found
+
+
+def set_randomness(saved: dict[str, Any]) -> list[str]:
+    """Go on where `capture_randomness` was called; returns what could not be."""
+    random.setstate(saved["python"])
+    np.random.set_state(saved["numpy"])
+    torch.set_rng_state(saved["torch"])
+    states = saved.get("devices")
+    if states is None:
+        return []
+    device = _device_module()
+    if device is None or device.device_count() < len(states):
+        return [f"the random numbers of {len(states)} devices: there are fewer here"]
+    device.set_rng_state_all(states)
+    return []
+
+
+def seed_like(saved: dict[str, Any], rank: int) -> None:
+    """Seed a rank that was not there, from the saved state of another."""
+    seed = int(digest(saved["torch"].numpy().tobytes() + f"/{rank}".encode())[:15], 16)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def _device_module() -> Any:
+    """The module of the accelerator, where there is one and it has been used."""
+    if not torch.accelerator.is_available():
+        return None
+    module = torch.get_device_module(torch.accelerator.current_accelerator())
+    return module if hasattr(module, "get_rng_state_all") else None
+
+
+def generator_state(value: Any) -> Any:
+    """The state of a generator object, or None for anything else."""
+    if isinstance(value, torch.Generator):
+        return value.get_state()
+    if isinstance(value, np.random.Generator):
+        return value.bit_generator.state
+    if isinstance(value, random.Random):
+        return value.getstate()
+    return None
+
+
+def set_generator_state(value: Any, state: Any) -> None:
+    """Set what `generator_state` returned."""
+    if isinstance(value, torch.Generator):
+        value.set_state(state)
+    elif isinstance(value, np.random.Generator):
+        value.bit_generator.state = state
+    else:
+        value.setstate(state)

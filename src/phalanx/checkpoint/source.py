@@ -1,0 +1,222 @@
+"""Where a state is read from: a checkpoint of ours, or anything that can be made to look like one.
+
+Tensors are read when they are asked for, and only the elements that are: from a local folder they are views of the file.
+Must not know who asks.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ..errors import StateError
+from ..zero.partition.storage import flatten, unflatten
+from ..zero.state.tree import describe
+from .layout import Piece, spec_of, whole_piece
+from .reshard import Held, cover
+from .storage.disk import Disk
+from .storage.library import Entry, manifests
+from .storage.manifest import TensorInfo, data_file, manifest_file, said
+from .tree import decode, encode
+
+
+class Source(abc.ABC):
+    """A saved state. `infos` are its tensors, `texts` what each rank said by component."""
+
+    where: str
+    infos: dict[str, TensorInfo]
+    texts: list[dict[str, Any]]
+    about: dict[str, Any]
+
+    @property
+    def world(self) -> int:
+        return len(self.texts)
+
+    @abc.abstractmethod
+    def flat(self, key: str, start: int, stop: int) -> torch.Tensor:
+        """Elements [start, stop) of a tensor, in the order of its memory when it was saved. To be read only."""
+
+    def whole(self, key: str) -> torch.Tensor:
+        """A tensor with the shape and strides with which it was saved. To be read only."""
+        info = self.infos[key]
+        return unflatten(self.flat(key, 0, info.numel), spec_of(info))
+
+    def ordered(self, key: str, like: TensorInfo, start: int, stop: int) -> torch.Tensor:
+        """Elements [start, stop), counted in the order of `like`'s memory."""
+        info = self.infos[key]
+        if info.stride == like.stride or info.numel <= 1:
+            return self.flat(key, start, stop)
+        return flatten(self.whole(key), spec_of(like))[start:stop]
+
+    def own(self, component: str, rank: int) -> Any:
+        """What a rank saved for itself, with its tensors; None if it did not."""
+        tree = self.texts[rank].get(component)
+        return None if tree is None else decode(tree, lambda path: self.whole(f"rank-{rank}/{component}/{path}").clone())
+
+    def labels(self) -> list[str]:
+        """The optimizers that were saved: "optimizer", or "optimizer:name" for several."""
+        return sorted({name for text in self.texts for name in text if name.partition(":")[0] == "optimizer"})
+
+    def optimizer(self, label: str) -> dict[str, Any]:
+        """Class, groups and states of an optimizer, put together from what each rank knew of it."""
+        told = [text[label] for text in self.texts if label in text]
+        if not told:
+            raise StateError(f"{self.where} has no {label}; it has {', '.join(self.labels()) or 'none'}.")
+        states: dict[str, Any] = {}
+        for one in told:
+            for name, tree in one["states"].items():
+                states.setdefault(name, tree)
+        return {**told[0], "states": states}
+
+    def model_names(self) -> dict[str, str]:
+        """The keys of the model's tensors by their names, shared ones under each of them."""
+        found = {key.removeprefix("model/"): key for key in self.infos if key.startswith("model/")}
+        aliases = self.texts[0].get("model", {}).get("aliases", {})
+        return {**found, **{name: f"model/{original}" for name, original in aliases.items()}}
+
+    def model_extra(self) -> dict[str, Any]:
+        """What the model's state has beside tensors."""
+        tree = self.texts[0].get("model", {}).get("extra", {})
+        found: dict[str, Any] = decode(tree, lambda path: self.whole(f"model_extra/{path}").clone())
+        return found
+
+
+class CheckpointSource(Source):
+    """A committed save. Raises StateError, naming the file, unless all manifests are those that were committed."""
+
+    def __init__(self, disk: Disk, entry: Entry) -> None:
+        found = manifests(disk, entry)
+        self.where, self.about = entry.path, entry.about
+        self.texts = [manifest.texts for manifest in found]
+        self.infos = {}
+        self._views: list[Any] = [None] * len(found)
+        self._disk = disk
+        self._sizes = [manifest.num_bytes for manifest in found]
+        self._held: dict[str, list[Held]] = {}
+        for manifest in found:
+            for key, info in manifest.tensors.items():
+                if self.infos.setdefault(key, info) != info:
+                    raise StateError(
+                        f"{entry.path}/{manifest_file(manifest.rank)}: rank {manifest.rank}: {said(key)} is {info}, but "
+                        f"{self.infos[key]} on another rank. The ranks did not save the same model."
+                    )
+            for extent in manifest.extents:
+                held = Held(extent.start, extent.stop, manifest.rank, extent.offset)
+                self._held.setdefault(extent.key, []).append(held)
+        for places in self._held.values():
+            places.sort(key=lambda held: held.start)
+        for key, info in self.infos.items():
+            self._places(key, info, 0, info.numel)
+
+    def _places(self, key: str, info: TensorInfo, start: int, stop: int) -> list[Held]:
+        try:
+            return list(cover(self._held.get(key, []), start, stop, info.itemsize))
+        except LookupError as gap:
+            raise StateError(f"{self.where}: {said(key)}: no rank has saved {gap.args[0]} of {info.numel}.") from None
+
+    def flat(self, key: str, start: int, stop: int) -> torch.Tensor:
+        info = self.infos[key]
+        dtype = getattr(torch, info.dtype)
+        parts = []
+        for held in self._places(key, info, start, stop):
+            end = held.offset + (held.stop - held.start) * info.itemsize
+            parts.append(torch.frombuffer(self._view(held.rank)[held.offset : end], dtype=dtype))
+        if not parts:
+            return torch.empty(0, dtype=dtype)
+        # Almost always one: a tensor is in several files only where the ranks' shares meet.
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _view(self, rank: int) -> Any:
+        if self._views[rank] is None:
+            self._views[rank] = self._disk.view(f"{self.where}/{data_file(rank)}", self._sizes[rank])
+        return self._views[rank]
+
+
+class MemorySource(Source):
+    """A state in memory, as whole tensors: from a file of torch's, or of another format."""
+
+    def __init__(self, where: str, model: Mapping[str, Any], optimizer: Mapping[str, Any] | None, step: int = 0) -> None:
+        self.where, self.about, self.infos = where, {"step": step}, {}
+        self.pieces: list[Piece] = []
+        extra = {name: value for name, value in model.items() if not isinstance(value, torch.Tensor)}
+        for name, value in model.items():
+            if isinstance(value, torch.Tensor):
+                self._add(whole_piece(f"model/{name}", value))
+        tree, leaves = encode(extra, "the model's extra state")
+        for path, leaf in leaves.items():
+            self._add(whole_piece(f"model_extra/{path}", leaf))
+        self.texts = [{"model": {"aliases": {}, "extra": tree}}]
+        if optimizer is not None:
+            self.texts[0]["optimizer"] = self._optimizer(optimizer, model)
+        self._values = {piece.key: piece.values for piece in self.pieces}
+
+    def _add(self, piece: Piece) -> None:
+        self.infos[piece.key] = piece.info
+        self.pieces.append(piece)
+
+    def _optimizer(self, saved: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
+        if not {"state", "param_groups"} <= set(saved):
+            raise StateError(f"{self.where}: not an optimizer's state: it has {sorted(map(str, saved))}.")
+        names: dict[Any, str] = {}
+        groups = []
+        for group in saved["param_groups"]:
+            known = group.get("param_names") or [None] * len(group["params"])
+            for param, name in zip(group["params"], known, strict=True):
+                # Torch's numbers go on from group to group, as ours do; names are what newer files have, and dcp's.
+                names[param] = name or (param if isinstance(param, str) else f"#{param}")
+            options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+            tree, _ = encode(options, f"{self.where}: the options of a group")
+            groups.append({"options": tree, "params": [names[param] for param in group["params"]]})
+        states = {}
+        for param, state in saved["state"].items():
+            name = names.get(param, f"#{param}")
+            known = model.get(name)
+            like = known if isinstance(known, torch.Tensor) else _largest(state)
+            states[name], leaves = describe(dict(state), like, f"{self.where}: '{name}'")
+            for path, leaf in leaves.items():
+                self._add(whole_piece(f"optimizer/{name}/{path}", leaf))
+        return {"class": "", "groups": groups, "states": states}
+
+    def flat(self, key: str, start: int, stop: int) -> torch.Tensor:
+        return self._values[key][start:stop]
+
+
+def _largest(state: Mapping[str, Any]) -> torch.Tensor:
+    """The tensor of a state that most likely has its parameter's shape, where the parameter is not known."""
+    tensors = [value for value in state.values() if isinstance(value, torch.Tensor)]
+    return max(tensors, key=torch.Tensor.numel, default=torch.empty(0))
+
+
+_MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module")
+_OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optim")
+
+
+def read_torch_file(path: str) -> MemorySource:
+    """What `torch.save` wrote: a model's state_dict, or a dict with it under "model" and the optimizer's under "optimizer".
+
+    By torch's reader that makes tensors and plain containers only, and calls nothing that a file names.
+    """
+    try:
+        loaded = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # whatever torch raises for what is not a file of its own
+        raise StateError(f"{path} cannot be read as a file of torch.save: {error}") from error
+    return source_of(path, loaded)
+
+
+def source_of(where: str, loaded: Any) -> MemorySource:
+    """A state that was loaded by other means, in one of the forms that people use."""
+    if not isinstance(loaded, Mapping):
+        raise StateError(f"{where} holds a {type(loaded).__name__}, expected a state_dict or a dict of them.")
+    optimizer = next((loaded[key] for key in _OPTIMIZER_KEYS if isinstance(loaded.get(key), Mapping)), None)
+    model = next((loaded[key] for key in _MODEL_KEYS if isinstance(loaded.get(key), Mapping)), None)
+    if model is None:
+        model = {} if optimizer is not None else loaded
+    step = loaded["step"] if type(loaded.get("step")) is int else 0
+    plain = {key.replace("_orig_mod.", ""): value for key, value in model.items()}
+    # Saved from a wrapper.
+    if plain and all(key.startswith("module.") for key in plain):
+        plain = {key.removeprefix("module."): value for key, value in plain.items()}
+    return MemorySource(where, plain, optimizer, step)

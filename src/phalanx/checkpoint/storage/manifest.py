@@ -1,0 +1,210 @@
+"""What is in a checkpoint's folder, as text. Worked example: step 20, saved by two ranks as the 7th save of its folder.
+
+    runs/a/step-20.000007.5f0c9a1e/
+      rank-0.bin     raw bytes: every extent at a multiple of 64, in the order of the manifest
+      rank-0.json    manifest: which elements of which tensor lie where in rank-0.bin, with a hash each; and texts
+      rank-1.bin
+      rank-1.json
+      COMMITTED      hash and size of both manifests, and a last line with the hash of what is before it
+
+The folder is a checkpoint if COMMITTED is there and whole, and nothing at all before that. Manifests hold the hashes of
+bytes and COMMITTED those of manifests, so that one file vouches for all. All texts are JSON. Must not know of torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+from ...errors import StateError
+
+# A new number whenever an older version would misread what is written.
+FORMAT = "phalanx.checkpoint/1"
+COMMITTED = "COMMITTED"
+# Of the first byte of an extent, so that memory mapped from a file can be seen as numbers of any kind.
+ALIGNMENT = 64
+# A larger extent is cut: whoever loads a part of it verifies that part only. A multiple of every element's size.
+PIECE_BYTES = 8 * 1024 * 1024
+
+_FOLDER = re.compile(r"step-(\d+)\.(\d{6,})\.([0-9a-f]{8})")
+
+
+def digest(data: Any) -> str:
+    """The content hash of bytes, as text."""
+    # Half the length of the default is more than enough against accidents, and halves the largest part of a manifest.
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
+def data_file(rank: int) -> str:
+    """The name of a rank's file of extents."""
+    return f"rank-{rank}.bin"
+
+
+def manifest_file(rank: int) -> str:
+    """The name of a rank's manifest."""
+    return f"rank-{rank}.json"
+
+
+def failure_file(rank: int) -> str:
+    """The name of the note that a rank leaves when it could not write its part."""
+    return f"rank-{rank}.failed"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class SaveName:
+    """The name of one save. They are ordered by when they were begun; `token` tells two of the same moment apart."""
+
+    # First, because newest means latest, not furthest: whoever goes back to step 20 and trains on wants the new step 30.
+    number: int
+    step: int
+    token: str
+
+    def __str__(self) -> str:
+        return f"step-{self.step}.{self.number:06d}.{self.token}"
+
+    @classmethod
+    def parse(cls, text: str) -> SaveName | None:
+        """The name that `text` is, or None for a folder that is not a save's."""
+        found = _FOLDER.fullmatch(text)
+        return None if found is None else cls(int(found[2]), int(found[1]), found[3])
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """A whole tensor. Its elements are counted in the order of its memory, which `stride` tells."""
+
+    dtype: str
+    itemsize: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.numel * self.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """Elements [start, stop) of the tensor `key`, at byte `offset` of a rank's file."""
+
+    key: str
+    start: int
+    stop: int
+    offset: int
+    digest: str = ""
+
+
+@dataclass
+class Manifest:
+    """One rank's part of a save. `texts` are JSON by component; `about` is what is known of the whole save."""
+
+    save: str
+    rank: int
+    world: int
+    num_bytes: int
+    tensors: dict[str, TensorInfo] = field(default_factory=dict)
+    extents: list[Extent] = field(default_factory=list)
+    texts: dict[str, Any] = field(default_factory=dict)
+    about: dict[str, Any] = field(default_factory=dict)
+
+    def to_bytes(self) -> bytes:
+        value = {
+            "format": FORMAT,
+            "save": self.save,
+            "rank": self.rank,
+            "world": self.world,
+            "num_bytes": self.num_bytes,
+            "tensors": {key: [t.dtype, t.itemsize, t.shape, t.stride] for key, t in self.tensors.items()},
+            "extents": [[e.key, e.start, e.stop, e.offset, e.digest] for e in self.extents],
+            "texts": self.texts,
+            "about": self.about,
+        }
+        return json.dumps(value, separators=(",", ":")).encode()
+
+    @classmethod
+    def from_bytes(cls, text: bytes, where: str) -> Manifest:
+        """Raises StateError naming `where` for what is not a manifest of this version."""
+        value = _parse(text, where)
+        try:
+            tensors = {key: TensorInfo(d, n, tuple(sh), tuple(st)) for key, (d, n, sh, st) in value["tensors"].items()}
+            extents = [Extent(*row) for row in value["extents"]]
+            numbers = (value["rank"], value["world"], value["num_bytes"])
+            return cls(value["save"], *numbers, tensors, extents, value["texts"], value["about"])
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise StateError(f"{where} is not a manifest: {error!r}.") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """What makes a save one checkpoint: size and hash of every rank's manifest."""
+
+    save: str
+    manifests: tuple[tuple[int, str], ...]
+    about: Mapping[str, Any]
+
+    @property
+    def world(self) -> int:
+        return len(self.manifests)
+
+    @classmethod
+    def of(cls, manifests: Mapping[int, bytes]) -> Commit:
+        """From every rank's manifest. The same whoever makes it, so that several ranks may commit at once."""
+        first = Manifest.from_bytes(manifests[0], manifest_file(0))
+        rows = tuple((len(manifests[rank]), digest(manifests[rank])) for rank in range(len(manifests)))
+        return cls(first.save, rows, first.about)
+
+    def to_bytes(self) -> bytes:
+        value = {"format": FORMAT, "save": self.save, "manifests": self.manifests, "about": self.about}
+        text = json.dumps(value, sort_keys=True, separators=(",", ":")).encode() + b"\n"
+        # So that a commit of which only a part was written, where writing is not atomic, is none.
+        return text + digest(text).encode() + b"\n"
+
+    @classmethod
+    def from_bytes(cls, text: bytes, where: str) -> Commit:
+        """Raises StateError naming `where` unless all of it is there, unchanged."""
+        body, _, last = text[:-1].rpartition(b"\n")
+        if text[-1:] != b"\n" or digest(body + b"\n").encode() != last:
+            raise StateError(f"{where} is truncated or damaged: its last line is not the hash of the rest.")
+        value = _parse(body, where)
+        try:
+            rows = tuple((int(size), str(found)) for size, found in value["manifests"])
+            return cls(value["save"], rows, value["about"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise StateError(f"{where} is not a commit: {error!r}.") from error
+
+
+def _parse(text: bytes, where: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise StateError(f"{where} is truncated or damaged: {error}.") from error
+    if not isinstance(value, dict) or value.get("format") != FORMAT:
+        got = value.get("format") if isinstance(value, dict) else type(value).__name__
+        raise StateError(f"{where} has the form {got!r}, expected {FORMAT!r}. It is another program's, or version's.")
+    return value
+
+
+def pieces(num_bytes: int) -> Iterator[tuple[int, int]]:
+    """The byte ranges into which an extent of this size is cut."""
+    for begin in range(0, num_bytes, PIECE_BYTES):
+        yield begin, min(begin + PIECE_BYTES, num_bytes)
+
+
+def said(key: str) -> str:
+    """A tensor's key in the words of a message: 'optimizer/head.weight/exp_avg' is exp_avg of parameter 'head.weight'."""
+    part, _, rest = key.partition("/")
+    if part == "model":
+        return f"parameter '{rest}'"
+    name, _, path = rest.rpartition("/")
+    if part.startswith("optimizer") and name:
+        return f"the {part} state '{path}' of parameter '{name}'"
+    return f"'{rest}' of {part}"
