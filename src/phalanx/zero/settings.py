@@ -190,7 +190,8 @@ def _checksum(state: Any) -> str:
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
     if isinstance(tree, torch.Tensor):
-        return [tree] if not tree.is_sparse else []
+        # Of a state that every rank has in parts (a subclass) no rank can add up the whole.
+        return [tree] if type(tree) is torch.Tensor and not tree.is_sparse else []
     if isinstance(tree, Mapping):
         return [tensor for key in sorted(tree, key=str) for tensor in _tensors(tree[key])]
     if isinstance(tree, (list, tuple)):
