@@ -19,6 +19,7 @@ PACKAGE = ROOT / "src" / "phalanx"
 LAYERS = [
     "errors",
     "observe.trace",
+    "observe.pulse",
     "plan",
     "comm.work",
     "comm.failure",
@@ -40,9 +41,11 @@ LAYERS = [
     "compile",
     "checkpoint",
     "elastic",
+    "data",
     "launch",
     "observe",
     "cli",
+    "__main__",
 ]
 
 # What phalanx replaces. Tests and benchmarks use these as the reference; the package never does.

@@ -23,6 +23,7 @@ PUBLIC_NAMES: list[str] = [
     "Worker",
     "ZeroRedundancyOptimizer",
     "compile",
+    "data",
     "init",
     "observe",
     "optim",

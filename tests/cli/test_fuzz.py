@@ -75,7 +75,7 @@ def nothing_started() -> Iterator[None]:
     """Workers, benchmarks and the browser are left out; everything before them is real."""
     well = Answer("self-test", Level.GOOD, "left out")
     with (
-        mock.patch("phalanx.cli.run.launch", stay_here),
+        mock.patch("phalanx.launch.agent.launch", stay_here),
         mock.patch("phalanx.cli.demo.show.launch", stay_here),
         mock.patch("phalanx.cli.doctor.self_test", return_value=well),
         mock.patch("phalanx.cli.bench._run", return_value=0),

@@ -7,10 +7,8 @@ from pathlib import Path
 
 import click
 
-from phalanx.cli.console import say
+from phalanx.cli.console import importing, say
 from phalanx.errors import ConfigError
-from phalanx.observe import perfetto, report, tensorboard
-from phalanx.observe.run import load
 
 
 @click.command("report", short_help="Turn a traced run into one HTML page.")
@@ -23,6 +21,9 @@ def command(
     run_dir: str, output: str | None, perfetto_file: str | None, tensorboard_dir: str | None, opening: bool
 ) -> int:
     """Turn RUN_DIR, written by phalanx run, into one HTML page that opens offline."""
+    with importing():
+        from phalanx.observe import perfetto, report, tensorboard
+        from phalanx.observe.run import load
     run = load(run_dir)
     page = Path(output) if output else Path(run_dir) / "report.html"
     try:

@@ -7,19 +7,19 @@ import os
 import sys
 import threading
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
-import torch
 
-from phalanx.cli.console import colour_of_rank, quantity, say, visible
+from phalanx.cli.console import colour_of_rank, importing, quantity, say, visible
 from phalanx.errors import ConfigError
-from phalanx.launch.agent import LaunchSettings, Outcome, launch
 from phalanx.launch.failure import FailureSummary, RankEnd
-from phalanx.launch.hosts.meeting import check_endpoint
 from phalanx.launch.hosts.secret import SECRET, read_secret
-from phalanx.launch.logs import Sink
 from phalanx.launch.rundir import RunDirectory
-from phalanx.launch.worker import threads_for
+
+if TYPE_CHECKING:
+    from phalanx.launch.agent import Outcome
+    from phalanx.launch.logs import Sink
 
 _MOST_AUTOMATIC_WORKERS = 8
 
@@ -67,6 +67,10 @@ def command(
     phalanx run --nnodes 2 --endpoint 10.0.0.1:29500 --secret-file phalanx.secret train.py     on both hosts
     """
     _check_script(script, module)
+    with importing():
+        from phalanx.launch.agent import LaunchSettings, launch
+        from phalanx.launch.hosts.meeting import check_endpoint
+        from phalanx.launch.worker import threads_for
     fewest, most = parse_nodes(nnodes)
     workers = parse_workers(nproc)
     settings = LaunchSettings(
@@ -104,6 +108,10 @@ def parse_nodes(text: str) -> tuple[int, int]:
 def parse_workers(text: str) -> int:
     """A number, or `auto`: one a GPU where there are any, else one a core, at most 8."""
     if text == "auto":
+        import torch
+
+        from phalanx.launch.worker import threads_for
+
         return torch.cuda.device_count() or min(threads_for(1), _MOST_AUTOMATIC_WORKERS)
     if not text.isdigit() or int(text) < 1:
         raise ConfigError(f"--nproc should be a number of workers or 'auto', got {text!r}")

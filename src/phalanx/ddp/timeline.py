@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ..observe import trace
+from ..observe.pulse import COMPUTING, WAITING, pulse
 from .reducer.listener import Listener
 
 if TYPE_CHECKING:
@@ -75,6 +76,8 @@ class Timeline(Listener):
         """Start recording this backward if it is a sampled one."""
         reducer = self._reducer()
         assert reducer is not None, "a pass belongs to a reducer"
+        if pulse.state != COMPUTING:
+            pulse.enters(COMPUTING)
         step, buckets = reducer.step, reducer.buckets
         if step < 10 or step % self.sample_every == 0 or trace.recorder is not None:
             times = [BucketTimes(bucket.num_bytes) for bucket in buckets]
@@ -99,14 +102,18 @@ class Timeline(Listener):
             future.add_done_callback(lambda _: _finish(times))
 
     def backward_ended(self) -> None:
+        pulse.enters(WAITING)
         if self.current is not None:
             self.current.backward_end_ns = trace.now_ns()
 
     def pass_failed(self) -> None:
+        pulse.enters(COMPUTING)
         self.current = None
 
     def pass_ended(self) -> None:
         """All buckets are back: close the record and hand it to the trace."""
+        pulse.enters(COMPUTING)
+        pulse.passes += 1
         record, self.current = self.current, None
         if record is None:
             return

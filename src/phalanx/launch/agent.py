@@ -10,6 +10,7 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 import sys
 import time
 import uuid
@@ -321,6 +322,9 @@ def _opening_facts(settings: LaunchSettings) -> dict[str, Any]:
         "nodes": [settings.min_nodes, settings.max_nodes],
         "tracing": settings.tracing,
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "started_ns": time.time_ns(),
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
         "state": "running",
     }
 

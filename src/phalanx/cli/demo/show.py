@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import click
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
@@ -18,7 +17,8 @@ from rich.table import Table
 from rich.text import Text
 
 from phalanx.cli.console import bytes_in_words, console, say
-from phalanx.cli.demo.train import MARK, Settings, as_argument
+from phalanx.cli.demo.settings import Settings
+from phalanx.cli.demo.train import MARK, as_argument
 from phalanx.cli.run import show_failure
 from phalanx.launch.agent import LaunchSettings, launch
 from phalanx.launch.rundir import RunDirectory
@@ -119,17 +119,10 @@ class Display:
         return table
 
 
-@click.command("demo", short_help="Train a small GPT on this machine and show what happens.")
-@click.option("-n", "--nproc", type=click.IntRange(1), default=2, help="Workers.")
-@click.option("--steps", type=click.IntRange(1), default=Settings.num_steps, help="At most this many.")
-@click.option("--seconds", type=click.FloatRange(1), default=Settings.seconds, help="About this long at most.")
-@click.option("--sample", type=click.IntRange(1), default=Settings.sample_length, help="Characters to write.")
-@click.option("--run-dir", default="runs", metavar="DIR", help="Where the run is kept.")
-def command(nproc: int, steps: int, seconds: float, sample: int, run_dir: str) -> int:
-    """Train a small character GPT on the documentation that Python ships, and report on it."""
+def show(settings: Settings, nproc: int, run_dir: str) -> int:
+    """Train, show it live, report; the command's exit code."""
     directory = RunDirectory.create(run_dir, "demo")
     directory.record(title="phalanx demo", shown="phalanx demo")
-    settings = Settings(num_steps=steps, seconds=seconds, sample_length=sample)
     story = Story()
     terminal = console()
     module = "phalanx.cli.demo.train"

@@ -10,7 +10,7 @@ import json
 import math
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 import phalanx
 from phalanx.cli.demo.gpt import GPT, GPTShape, next_token_loss
+from phalanx.cli.demo.settings import Settings
 from phalanx.cli.demo.text import Text, batch, pieces_in_order
 from phalanx.launch.worker import Worker, init
 from phalanx.observe import trace
@@ -28,20 +29,6 @@ _CALIBRATION_STEPS = 12
 _TELL_EVERY = 5
 _EVALUATED_PIECES = 128
 _EVALUATIONS = 8
-
-
-@dataclass(frozen=True)
-class Settings:
-    """The demo's numbers; sizes are for each rank."""
-
-    num_steps: int = 1400
-    seconds: float = 80.0
-    width: int = 128
-    num_layers: int = 4
-    context: int = 64
-    batch_size: int = 8
-    learning_rate: float = 3e-3
-    sample_length: int = 320
 
 
 class Training:
