@@ -20,6 +20,7 @@ LAYERS = [
     "errors",
     "observe.trace",
     "observe.pulse",
+    "observe.seen",
     "plan",
     "comm.work",
     "comm.failure",

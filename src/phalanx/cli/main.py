@@ -24,7 +24,9 @@ _COMMANDS = {
     "run": "Start a training script on all cores, GPUs or hosts.",
     "demo": "Train a small GPT on this machine and show what happens.",
     "doctor": "Check this machine, with a remedy for everything that is wrong.",
+    "top": "Watch a run: ranks, step, rate, who waits for whom.",
     "report": "Turn a traced run into one HTML page.",
+    "runs": "List the runs kept here, or remove old ones.",
     "plan": "Predict buckets, memory and step time for a model and a world size.",
     "bench": "Measure phalanx beside torch's own.",
 }

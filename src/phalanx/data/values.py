@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import ArgumentTypeError, ConfigError, MismatchError, PeerFailure
+from ..observe.pulse import waiting
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -69,7 +70,8 @@ class Exchange:
         if self.world == 1:
             return [value]
         found: list[Any] = [None] * self.world
-        dist.all_gather_object(found, value)
+        with waiting():
+            dist.all_gather_object(found, value)
         return found
 
     def from_first(self, value: Any) -> Any:
@@ -77,7 +79,8 @@ class Exchange:
         if self.world == 1:
             return value
         box = [value]
-        dist.broadcast_object_list(box, src=0, device=self.device)
+        with waiting():
+            dist.broadcast_object_list(box, src=0, device=self.device)
         return box[0]
 
     def number_with(self, mine: bool) -> int:
@@ -89,11 +92,13 @@ class Exchange:
     def barrier(self) -> None:
         """Return when every rank has come here."""
         if self.world > 1:
-            dist.barrier()
+            with waiting():
+                dist.barrier()
 
     def _sum(self, tensor: Tensor) -> None:
         if self.world > 1:
-            dist.all_reduce(tensor)
+            with waiting():
+                dist.all_reduce(tensor)
 
     def _gather_tensor(self, tensor: Tensor) -> Tensor:
         mine = tensor.detach().reshape(1) if tensor.dim() == 0 else tensor.detach()
@@ -111,7 +116,8 @@ class Exchange:
         sent[: widths[self.rank]] = mine.contiguous().reshape(-1).view(torch.uint8)
         found = [sent] if self.world == 1 else [torch.empty_like(sent) for _ in kinds]
         if self.world > 1 and max(widths):
-            dist.all_gather(found, sent)
+            with waiting():
+                dist.all_gather(found, sent)
         parts = [
             one[:width].view(mine.dtype).reshape(shape)
             for one, width, (_, shape) in zip(found, widths, kinds, strict=True)

@@ -12,6 +12,8 @@ import os
 import threading
 import time
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from phalanx.observe.trace import now_ns, resident_bytes
@@ -56,6 +58,16 @@ class Pulse:
 
 pulse = Pulse()
 """Of this process."""
+
+
+@contextmanager
+def waiting() -> Iterator[None]:
+    """Around a collective that the training thread stands still for."""
+    pulse.enters(WAITING)
+    try:
+        yield
+    finally:
+        pulse.enters(COMPUTING)
 
 
 class Beat:

@@ -80,6 +80,8 @@ class Run:
     path: Path
     facts: dict[str, Any]
     ranks: list[RankTrace]
+    began_wall_ns: int | None = None
+    """The wall clock at the run's first event."""
 
     @property
     def duration_ns(self) -> int:
@@ -105,7 +107,10 @@ def load(path: str | Path) -> Run:
             f"{root} holds no run: neither run.json nor trace files. Name a directory that `phalanx run --trace` wrote."
         )
     raw = [_read(file) for file in files]
-    return Run(root, facts, [_place(events, zero) for events, zero in zip(raw, _zeros(raw), strict=True)])
+    zeros = _zeros(raw)
+    wall = [one.header["wall_ns"] - one.header["perf_ns"] + zero for one, zero in zip(raw, zeros, strict=True)]
+    ranks = [_place(events, zero) for events, zero in zip(raw, zeros, strict=True)]
+    return Run(root, facts, ranks, min(wall, default=None))
 
 
 @dataclass
