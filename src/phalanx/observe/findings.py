@@ -9,10 +9,20 @@ from dataclasses import dataclass
 from phalanx.observe import trace
 from phalanx.observe.memory import UNSHARDED, memory_rows
 from phalanx.observe.run import Run
-from phalanx.observe.stats import bucket_times, hidden_share, lateness, loss_curve, rank_times
+from phalanx.observe.stats import (
+    bucket_times,
+    hidden_share,
+    lateness,
+    loss_curve,
+    passes,
+    rank_times,
+    samples_per_s,
+    tokens_per_s,
+)
 
 # Below these, a sentence would report noise.
 _CAUSED_WORTH_A_WORD = 0.03
+_IN_TURNS = 0.5  # where the second rank is to blame for half as much as the first, it is not the first one's fault
 _WAITING_WORTH_A_WORD = 0.05
 _SMALLEST_BUCKET = 256 * 1024  # below, the start of a collective costs more than it moves
 
@@ -35,6 +45,7 @@ def findings(run: Run) -> list[Finding]:
         *_stragglers(run),
         *_overlap(run),
         *_memory(run),
+        *_not_seen(run),
     ]
     order = {"bad": 0, "warn": 1, "good": 2, "info": 3}
     return sorted(found, key=lambda finding: order[finding.level])
@@ -103,12 +114,22 @@ def _stragglers(run: Run) -> list[Finding]:
     share = worst.caused_ns / others_ns if others_ns else 0.0
     if share < _CAUSED_WORTH_A_WORD:
         return [Finding("good", f"No rank kept the others waiting for long: the most was {share:.1%} of their time.")]
+    second = max(one.caused_ns for one in late if one.rank != worst.rank)
+    if second > _IN_TURNS * worst.caused_ns:
+        idle = sum(one.caused_ns for one in late) / max(1, sum(rank_times(rank).total for rank in run.ranks))
+        return [
+            Finding(
+                "info",
+                f"Ranks kept each other waiting in turns, for {idle:.0%} of the time in all. No one rank is to blame: "
+                "batches differ, or other programs take the cores.",
+            )
+        ]
     return [
         Finding(
             "warn",
-            f"Rank {worst.rank} kept the others waiting for {worst.caused_ns / 1e9:.2f} s, {share:.0%} of their time: it was "
-            f"the last to finish backward in {worst.share_last:.0%} of passes. Look for more work, a busier core or slower "
-            "data there.",
+            f"Rank {worst.rank} kept the others waiting for {worst.caused_ns / 1e9:.2f} s, {share:.0%} of their time: it "
+            f"was the last to finish backward in {worst.share_last:.0%} of passes. Look for more work, a busier core or "
+            "slower data there.",
         )
     ]
 
@@ -123,6 +144,20 @@ def _overlap(run: Run) -> list[Finding]:
     if waiting > _WAITING_WORTH_A_WORD and share < 0.5:
         return [Finding("info", f"{text} {_advice(run)}")]
     return [Finding("good" if waiting < _WAITING_WORTH_A_WORD else "info", text)]
+
+
+def _not_seen(run: Run) -> list[Finding]:
+    """Which line a script has to add for what could not be seen."""
+    if not run.ranks or not passes(run.ranks[0]):
+        return []
+    found = []
+    if not any(loss_curve(rank) for rank in run.ranks):
+        line = 'phalanx.observe.trace.scalar("loss", step, loss.item())'
+        found.append(Finding("info", f"No loss was seen. To have its curve here, add to the training loop: {line}"))
+    if tokens_per_s(run) is None and samples_per_s(run) is None:
+        line = 'phalanx.observe.trace.scalar("tokens_per_s", step, tokens / seconds)'
+        found.append(Finding("info", f"No throughput was seen. To have its curve here, add to the training loop: {line}"))
+    return found
 
 
 def _advice(run: Run) -> str:

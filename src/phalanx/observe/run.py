@@ -159,6 +159,11 @@ def _zeros(raw: list[_RawTrace]) -> list[int]:
     return [first - offset for offset in offsets]
 
 
+def place_events(header: dict[str, Any], events: list[list[Any]]) -> RankTrace:
+    """Events of one rank as they are read from its file, times as they are there."""
+    return _place(_RawTrace(Path(), header, events), 0)
+
+
 def _place(raw: _RawTrace, zero: int) -> RankTrace:
     rank = RankTrace(int(raw.header["rank"]), raw.header)
     for event in raw.events:

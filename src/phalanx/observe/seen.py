@@ -20,15 +20,19 @@ _LOOKS_AT_MEMORY = frozenset(2**power for power in range(1, 24))
 
 
 class _Steps:
-    """Steps of optimizers under way. One inside another (ZeRO's own) belongs to the outer one."""
+    """Steps of optimizers under way. One inside another is ZeRO's: the inner one computes, and what the outer one does after
+    it is waiting until every rank has everybody's parameters."""
 
     def __init__(self, recorder: trace.Recorder | None) -> None:
         self._recorder = recorder
         self._depth = 0
         self._started: dict[int, int] = {}
         self._counts: dict[int, int] = {}
+        self._inner_ended_ns = 0
 
     def before(self, optimizer: Optimizer, *arguments: Any) -> None:
+        if self._depth == 0:
+            self._inner_ended_ns = 0
         self._depth += 1
         self._started[id(optimizer)] = trace.now_ns()
 
@@ -38,8 +42,12 @@ class _Steps:
         pulse.updates += self._depth == 0
         if self._recorder is None:
             return
-        if start is not None:
-            self._recorder.span(trace.OPTIMIZER, start, trace.now_ns())
+        now = trace.now_ns()
+        if self._depth == 0 and self._inner_ended_ns:
+            self._recorder.span(trace.WAITING, self._inner_ended_ns, now)
+        elif start is not None:
+            self._recorder.span(trace.OPTIMIZER, start, now)
+        self._inner_ended_ns = now
         count = self._counts[id(optimizer)] = self._counts.get(id(optimizer), 0) + 1
         if self._depth == 0 and count in _LOOKS_AT_MEMORY:
             self._recorder.fact(trace.MEMORY, memory_of(optimizer))

@@ -190,7 +190,12 @@ def _of_bucket(bucket: int, found: list[tuple[Span, int]]) -> BucketTimes:
 
 def hidden_share(run: Run) -> float | None:
     """The share of all ranks' communication that was hidden behind compute; None when there was none."""
-    times = [rank_times(rank) for rank in run.ranks]
+    return hidden_share_of(run.ranks)
+
+
+def hidden_share_of(ranks: Sequence[RankTrace]) -> float | None:
+    """The same of some ranks, or of a part of their traces."""
+    times = [rank_times(rank) for rank in ranks]
     communication = sum(one.communication for one in times)
     return sum(one.hidden for one in times) / communication if communication else None
 

@@ -41,6 +41,7 @@ WARNING = "warning"  # instant: something the user should read; `text`
 FAILURE = "failure"  # instant: an exception that ended the rank; `text`, `traceback`
 PLAN = "plan"  # fact: the bucket plan as its JSON value
 MEMORY = "memory"  # fact: bytes by kind (state, gradients, parameters, unsharded, ...)
+CUTS = "cuts"  # fact: what the compiler cut, as Explanation.to_json gives it
 LOSS = "loss"  # scalar: what the script says
 SEEN_LOSS = "seen_loss"  # scalar: what backward was called on, where the script says nothing
 TOKENS_PER_S = "tokens_per_s"  # scalar

@@ -15,5 +15,7 @@ class Settings:
     num_layers: int = 4
     context: int = 64
     batch_size: int = 8
+    bucket_cap_mb: float = 0.8
+    """Four buckets or so: the first ones travel while backward goes on. By default this small a model gets one."""
     learning_rate: float = 3e-3
     sample_length: int = 320
