@@ -74,7 +74,11 @@ def test_a_failing_script_gives_exit_code_1_and_a_summary(tmp_path: Path, capsys
 def test_quiet_shows_rank_0_only_and_keeps_the_rest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "say.py").write_text("import os\nprint('I am', os.environ['RANK'])\n")
     assert ended(["run", "-q", "-n", "2", "--run-dir", str(tmp_path / "r"), str(tmp_path / "say.py")]) == 0
-    assert capsys.readouterr().out == "0 │ I am 0\n"
+    said = capsys.readouterr()
+    assert said.out == "0 │ I am 0\n"
+    # Nothing else of its own is said, but that this was no training of two.
+    (only,) = said.err.splitlines()
+    assert "the workers never joined each other: 2 independent copies of the script ran" in only
     (run,) = (tmp_path / "r").iterdir()
     assert (run / "attempt-0" / "rank-00001" / "stdout.log").read_text() == "I am 1\n"
 

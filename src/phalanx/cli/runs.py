@@ -6,7 +6,7 @@ import time
 
 import click
 
-from phalanx.cli.console import bytes_in_words, console, quantity, say
+from phalanx.cli.console import bytes_in_words, quantity, say, visible
 from phalanx.errors import ConfigError
 from phalanx.launch.runs import RunInfo, list_runs, remove
 
@@ -54,26 +54,16 @@ def old_runs(runs: list[RunInfo], keep: int, older_than_days: float | None) -> l
 
 
 def _show(runs: list[RunInfo], parent: str) -> None:
-    from rich.table import Table
-
     if not runs:
         say(f"no runs under {parent}")
         return
-    table = Table(box=None, padding=(0, 2), pad_edge=False, header_style="dim")
-    # Whole names, also where nobody knows how wide the output is: they are copied into other commands.
-    table.add_column("run", no_wrap=True, min_width=max(len(str(run.path)) for run in runs))
-    table.add_column("state")
-    for title in ("workers", "took", "size"):
-        table.add_column(title, justify="right")
-    table.add_column("")
+    # Plain columns, however narrow the terminal: names are copied from here into other commands.
+    longest = max(len(str(run.path)) for run in runs)
+    click.secho(f"{'run':<{longest}}  {'state':<16}  {'workers':>7}  {'took':>8}  {'size':>7}", dim=True)
     for run in runs:
         seconds = run.facts.get("seconds")
-        table.add_row(
-            str(run.path),
-            run.state if run.state in ("finished", "running") else f"[red]{run.state}[/]",
-            str(run.facts.get("nproc", "?")),
-            f"{seconds:,.0f} s" if isinstance(seconds, int | float) else "",
-            bytes_in_words(run.num_bytes()),
-            "traced" if run.is_traced else "",
-        )
-    console().print(table, soft_wrap=True)
+        took = f"{seconds:,.0f} s" if isinstance(seconds, int | float) else ""
+        state = click.style(f"{visible(run.state):<16}", fg=None if run.state in ("finished", "running") else "red")
+        size, traced = bytes_in_words(run.num_bytes()), "  traced" if run.is_traced else ""
+        workers = visible(str(run.facts.get("nproc", "?")))
+        click.echo(f"{visible(str(run.path)):<{longest}}  {state}  {workers:>7}  {took:>8}  {size:>7}{traced}")
