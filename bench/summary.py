@@ -2,8 +2,8 @@
 
     python -m bench.summary [DATE]      writes bench/results/DATE/report.md from the JSON files in that folder
 
-Without a date, the newest folder. `phalanx bench all` ends with it. Of the newest folder the lost rows, all of them, are also
-written into the README, between two marks; a test compares both.
+Without a date, the newest folder. `phalanx bench all` ends with it. Of the newest folder all lost rows are
+also written into the README, between two marks; a test compares both.
 """
 
 from __future__ import annotations
