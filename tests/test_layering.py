@@ -19,8 +19,8 @@ PACKAGE = ROOT / "src" / "phalanx"
 LAYERS = [
     "errors",
     "observe.trace",
-    "observe.pulse",
-    "observe.seen",
+    "observe.live.pulse",
+    "observe.live.seen",
     "plan",
     "comm.work",
     "comm.failure",

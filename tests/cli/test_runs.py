@@ -14,10 +14,10 @@ import pytest
 
 from phalanx.cli.main import main
 from phalanx.cli.status_line import StatusLine
-from phalanx.launch import status
+from phalanx.launch.records import status
+from phalanx.launch.records.runs import list_runs, newest
+from phalanx.launch.records.status import RankStatus
 from phalanx.launch.rundir import RunDirectory
-from phalanx.launch.runs import list_runs, newest
-from phalanx.launch.status import RankStatus
 from tests.observe.synthetic import write_run
 
 

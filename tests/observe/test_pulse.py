@@ -16,11 +16,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 import phalanx
 from phalanx.ddp.timeline import num_samples
-from phalanx.launch.status import RankStatus
-from phalanx.observe import pulse as pulses
-from phalanx.observe import seen, trace
-from phalanx.observe.follow import RecentTraces
-from phalanx.observe.pulse import COMPUTING, WAITING, Beat, Pulse, waiting
+from phalanx.launch.records.status import RankStatus
+from phalanx.observe import trace
+from phalanx.observe.live import pulse as pulses
+from phalanx.observe.live import seen
+from phalanx.observe.live.follow import RecentTraces
+from phalanx.observe.live.pulse import COMPUTING, WAITING, Beat, Pulse, waiting
 from phalanx.observe.run import load
 from phalanx.observe.stats import hidden_share
 from tests.cluster import run_ranks

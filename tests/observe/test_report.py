@@ -10,11 +10,11 @@ import pytest
 
 from phalanx.errors import ConfigError
 from phalanx.observe import perfetto, report, tensorboard
-from phalanx.observe.findings import findings
-from phalanx.observe.memory import memory_rows
+from phalanx.observe.figures.findings import findings
+from phalanx.observe.figures.memory import memory_rows
+from phalanx.observe.figures.timeline import MOST_PASSES, MOST_RANKS, timeline
 from phalanx.observe.run import load
 from phalanx.observe.stats import Progress, lateness, loss_progress
-from phalanx.observe.timeline import MOST_PASSES, MOST_RANKS, timeline
 from tests.observe.synthetic import MS, write_run, write_trace
 
 

@@ -9,7 +9,7 @@ import click
 
 from phalanx.cli.console import importing, say
 from phalanx.errors import ConfigError
-from phalanx.launch.runs import newest
+from phalanx.launch.records.runs import newest
 
 
 @click.command("report", short_help="Turn a traced run into one HTML page.")

@@ -8,7 +8,7 @@ import click
 
 from phalanx.cli.console import bytes_in_words, quantity, say, visible
 from phalanx.errors import ConfigError
-from phalanx.launch.runs import RunInfo, list_runs, remove
+from phalanx.launch.records.runs import RunInfo, list_runs, remove
 
 _DAY_S = 86400.0
 

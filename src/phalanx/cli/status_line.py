@@ -14,7 +14,7 @@ import time
 import click
 
 from phalanx.cli.console import say, visible
-from phalanx.launch import status
+from phalanx.launch.records import status
 from phalanx.launch.rundir import RunDirectory
 
 _REDRAW_S = 0.5

@@ -10,10 +10,10 @@ import click
 
 from phalanx.cli.console import bytes_in_words, console
 from phalanx.errors import ConfigError
-from phalanx.launch import status
+from phalanx.launch.records import status
+from phalanx.launch.records.runs import RunInfo, newest
+from phalanx.launch.records.status import RankStatus
 from phalanx.launch.rundir import RunDirectory
-from phalanx.launch.runs import RunInfo, newest
-from phalanx.launch.status import RankStatus
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import ArgumentTypeError, ConfigError, MismatchError, PeerFailure
-from ..observe.pulse import waiting
+from ..observe.live.pulse import waiting
 
 P = ParamSpec("P")
 T = TypeVar("T")

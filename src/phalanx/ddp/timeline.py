@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..observe import trace
-from ..observe.pulse import COMPUTING, WAITING, pulse
+from ..observe.live.pulse import COMPUTING, WAITING, pulse
 from .reducer.listener import Listener
 
 if TYPE_CHECKING:

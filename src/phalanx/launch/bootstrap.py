@@ -34,8 +34,8 @@ from phalanx.launch.rundir import open_private
 from phalanx.launch.store import answer_env_rendezvous
 from phalanx.launch.worker import TRACE_DIRECTORY
 from phalanx.observe import trace
-from phalanx.observe.pulse import STATUS_FILE, Beat
-from phalanx.observe.seen import see_losses, see_optimizers
+from phalanx.observe.live.pulse import STATUS_FILE, Beat
+from phalanx.observe.live.seen import see_losses, see_optimizers
 
 AGENT_PID = "PHALANX_AGENT_PID"
 """Environment variable: the process id of the agent that started this worker."""

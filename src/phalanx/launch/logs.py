@@ -24,7 +24,7 @@ from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 from phalanx.launch.rundir import RunDirectory, open_private
 from phalanx.launch.waiting import Notice
 from phalanx.launch.worker import TRACE_DIRECTORY
-from phalanx.observe.pulse import STATUS_FILE
+from phalanx.observe.live.pulse import STATUS_FILE
 
 STACKS_FILE = "PHALANX_STACKS_FILE"
 """Environment variable: where a worker writes its stacks when it is told to end."""

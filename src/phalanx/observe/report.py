@@ -16,9 +16,11 @@ from typing import Any
 import jinja2
 
 from phalanx.observe import trace
-from phalanx.observe.buckets import bucket_rows
-from phalanx.observe.findings import findings
-from phalanx.observe.memory import UNSHARDED, memory_rows
+from phalanx.observe.figures.buckets import bucket_rows
+from phalanx.observe.figures.findings import findings
+from phalanx.observe.figures.memory import UNSHARDED, memory_rows
+from phalanx.observe.figures.tails import tails
+from phalanx.observe.figures.timeline import timeline
 from phalanx.observe.run import RankTrace, Run, Scalar
 from phalanx.observe.stats import (
     hidden_share,
@@ -31,8 +33,6 @@ from phalanx.observe.stats import (
     startup_ns,
     tokens_per_s,
 )
-from phalanx.observe.tails import tails
-from phalanx.observe.timeline import timeline
 
 MOST_POINTS = 800
 """A curve is thinned to this many points; the first and the last are kept."""

@@ -23,7 +23,7 @@ from phalanx.cli.run import show_failure
 from phalanx.launch.agent import LaunchSettings, launch
 from phalanx.launch.rundir import RunDirectory
 from phalanx.observe import report
-from phalanx.observe.follow import RecentTraces
+from phalanx.observe.live.follow import RecentTraces
 from phalanx.observe.run import Run, load
 from phalanx.observe.stats import SMOOTHED_STEPS, hidden_share, loss_progress, tokens_per_s
 

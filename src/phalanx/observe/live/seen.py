@@ -13,7 +13,7 @@ import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from phalanx.observe import trace
-from phalanx.observe.pulse import pulse
+from phalanx.observe.live.pulse import pulse
 
 # After these steps the memory of an optimizer is looked at: most make their state in the first.
 _LOOKS_AT_MEMORY = frozenset(2**power for power in range(1, 24))

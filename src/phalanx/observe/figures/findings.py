@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from phalanx.observe import trace
-from phalanx.observe.memory import UNSHARDED, memory_rows
+from phalanx.observe.figures.memory import UNSHARDED, memory_rows
 from phalanx.observe.run import Run
 from phalanx.observe.stats import (
     bucket_times,

@@ -2,7 +2,7 @@
 
 Like `trace`, anyone may import it and it imports only errors; unlike it, it is always on, so an update is a few
 assignments. `phalanx run` names a file in which the pulse is written twice a second; the status line and `phalanx top`
-read it (`launch.status`). A look at a file costs the ranks nothing, and works for who comes later.
+read it (`launch.records.status`). A look at a file costs the ranks nothing, and works for who comes later.
 """
 
 from __future__ import annotations
