@@ -100,6 +100,10 @@ def test_an_untraced_run_still_gets_a_page(tmp_path: Path) -> None:
         folder.mkdir(parents=True)
         (folder / "stdout.log").write_text(text)
         (folder / "stderr.log").symlink_to("/etc/hostname")
+        pulse = {"rank": number, "state": "ended", "for_s": 0, "step": 41 + number, "steps_per_s": 8.0, "waiting": 0}
+        pulse |= {"samples_per_s": 0, "loss": None, "resident": 3e8, "wall_s": 1.0}
+        (folder / "status.json").write_text(json.dumps(pulse if number == 0 else pulse | {"step": "<b>"}))
+    assert ("Steps", "41", "8 steps/s in the last seconds") in report.tiles(load(tmp_path)), "what is no number is left out"
     page = report.render(load(tmp_path))
     assert "phalanx run --trace" in page
     assert "rank 0, stdout" in page and "step 1\nstep 2" in page, "the last lines of output"

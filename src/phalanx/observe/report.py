@@ -15,6 +15,8 @@ from typing import Any
 
 import jinja2
 
+from phalanx.launch.records import status
+from phalanx.launch.rundir import RunDirectory
 from phalanx.observe import trace
 from phalanx.observe.figures.buckets import bucket_rows
 from phalanx.observe.figures.findings import findings
@@ -109,7 +111,7 @@ def tiles(run: Run) -> list[tuple[str, str, str]]:
     found.append(("Duration", _seconds(seconds), f"{len(run.ranks) or run.facts.get('nproc', '?')} ranks"))
     first = run.ranks[0] if run.ranks else None
     if first is None:
-        return found
+        return found + _tiles_of_pulses(run)
     startup = startup_ns(run)
     if startup is not None:
         found.append(("Start-up", _seconds(startup / 1e9), "until the first forward"))
@@ -133,6 +135,18 @@ def tiles(run: Run) -> list[tuple[str, str, str]]:
     peak = max(_peak(rank) for rank in run.ranks)
     if peak:
         found.append(("Memory", f"{peak / 1e6:,.0f} MB", "peak, fullest rank"))
+    return found
+
+
+def _tiles_of_pulses(run: Run) -> list[tuple[str, str, str]]:
+    """What the ranks of an untraced run said of themselves last."""
+    ranks = status.read(RunDirectory(run.path))
+    found = []
+    if any(one.step for one in ranks):
+        rate = min(one.steps_per_s for one in ranks)
+        found.append(("Steps", str(min(one.step for one in ranks)), f"{rate:.3g} steps/s in the last seconds"))
+    if ranks:
+        found.append(("Memory", f"{max(one.resident for one in ranks) / 1e6:,.0f} MB", "at last, fullest rank"))
     return found
 
 

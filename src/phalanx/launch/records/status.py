@@ -53,7 +53,12 @@ def read(directory: RunDirectory) -> list[RankStatus]:
 def _read_one(path: Path) -> RankStatus | None:
     try:
         value = json.loads(path.read_text())
-        return RankStatus(**{each.name: value[each.name] for each in fields(RankStatus)})
+        numbers = {each.name: value[each.name] for each in fields(RankStatus) if each.name not in ("state", "loss")}
+        # A folder from elsewhere may hold anything: what is no number here is no status.
+        if not all(isinstance(number, int | float) for number in numbers.values()):
+            return None
+        loss = value["loss"] if isinstance(value["loss"], int | float) else None
+        return RankStatus(**numbers, state=str(value["state"]), loss=loss)
     except (OSError, ValueError, KeyError, TypeError):
         return None  # not written yet, or being made
 
