@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.mutants import of_features, of_passes, of_slots, of_zero
+from tests.mutants import of_data, of_features, of_passes, of_slots, of_zero
 from tests.mutants.mutation import Mutation
 
 MUTATIONS: tuple[Mutation, ...] = (
@@ -10,4 +10,5 @@ MUTATIONS: tuple[Mutation, ...] = (
     *of_passes.MUTATIONS,
     *of_features.MUTATIONS,
     *of_zero.MUTATIONS,
+    *of_data.MUTATIONS,
 )
