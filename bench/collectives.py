@@ -152,17 +152,10 @@ def measure(num_rounds: int, wanted: list[tuple[str, int, str]]) -> tuple[Result
             for size, target in zip(SIZES, TARGETS[collective, world, place], strict=True):
                 ours, gloo = timings[collective, size, place], timings[collective, size, GLOO]
                 case = f"{collective}, {world} ranks, {place}, {size}"
-                result.rows.append(_faster(case, ours, gloo, target))
+                result.rows.append(_costs(case, ours, gloo, 1 / target))
                 if (collective, world, place, size) == ("all_reduce", 2, SEGMENT, COPY_SIZE):
                     limit.rows.append(_costs(case, ours, timings[collective, size, COPY], COPY_TARGET))
     return result, limit
-
-
-def _faster(case: str, ours: Samples, theirs: Samples, target: float) -> Row:
-    """A row that says how many times faster ours is."""
-    times = ratio(theirs, ours)
-    spread = (times.median, times.low, times.high)
-    return Row(case, ours.median, theirs.median, *spread, target=target, higher_is_better=True)
 
 
 def _costs(case: str, ours: Samples, theirs: Samples, target: float) -> Row:

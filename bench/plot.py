@@ -56,13 +56,13 @@ def _bar(row: Row, top: float, scale: float) -> list[str]:
     bar, low, high = (min(_LABELS + scale * value, end) for value in (row.ratio, row.low, row.high))
     kind = "won" if row.wins and row.keeps_target else "lost"
     middle = top + _ROW / 2
-    words = f"{row.ratio:.2f}  {row.ours:.3g} / {row.theirs:.3g} {row.unit}"
+    words = f"{row.shown_ratio}  {row.ours:.3g} / {row.theirs:.3g} {row.unit}"
     lines = [
         f'<text x="{_LABELS - 8}" y="{middle + 4:.0f}" text-anchor="end">{escape(_short(row.case))}</text>',
         f'<rect class="{kind}" x="{_LABELS}" y="{top + 4}" width="{bar - _LABELS:.1f}" height="{_ROW - 8}" rx="3">'
         f"<title>{escape(row.case)}: {words}</title></rect>",
         f'<line class="spread" x1="{low:.1f}" x2="{high:.1f}" y1="{middle}" y2="{middle}"/>',
-        f'<text x="{end + 8}" y="{middle + 4:.0f}">{row.ratio:.2f} '
+        f'<text x="{end + 8}" y="{middle + 4:.0f}">{row.shown_ratio} '
         f'<tspan class="soft">{row.ours:.3g} {escape(row.unit)}</tspan></text>',
     ]
     if row.target is not None:
@@ -77,9 +77,7 @@ def _middle(rows: list[Row]) -> float:
 
 
 def _title(result: Result) -> str:
-    way = "longer is better" if any(row.higher_is_better for row in result.rows) else "shorter is better"
-    mixed = len({row.higher_is_better for row in result.rows}) > 1
-    return f"{result.name}: {result.ours} over {result.theirs}" + ("" if mixed else f" ({way})")
+    return f"{result.name}: {result.ours} over {result.theirs} (shorter is better)"
 
 
 def _machine(result: Result) -> str:

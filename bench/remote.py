@@ -191,16 +191,12 @@ def _throughput_row(num_rounds: int, notes: list[str]) -> Row:
         f"updates of single parameters lost with {NUM_TRAINERS} trainers at once: "
         f"phalanx {lost[OURS]}, torch {lost[TORCH]}"
     )
-    return Row(
+    return Row.of_rates(
         f"SGD, {NUM_TRAINERS} trainers at once on 2 owners",
         rates[OURS].median,
         rates[TORCH].median,
-        share.median,
-        share.low,
-        share.high,
-        unit="/s",
-        target=1.2,
-        higher_is_better=True,
+        (share.median, share.low, share.high),
+        target=1 / 1.2,
         note=f"{lost[OURS]} lost",
     )
 

@@ -2,7 +2,8 @@
 
     python -m bench.summary [DATE]      writes bench/results/DATE/report.md from the JSON files in that folder
 
-Without a date, the newest folder. `phalanx bench all` ends with it.
+Without a date, the newest folder. `phalanx bench all` ends with it. Of the newest folder all lost rows are
+also written into the README, between two marks; a test compares both.
 """
 
 from __future__ import annotations
@@ -11,7 +12,10 @@ import argparse
 import json
 from pathlib import Path
 
-from bench.table import RESULTS, Result, Row
+from bench.table import RESULTS, Result, Row, shown
+
+README = RESULTS.parents[1] / "README.md"
+BEGIN, END = "<!-- what we lose: written by bench.summary -->", "<!-- end of what we lose -->"
 
 # As they are read: the parts first, then what is made of them.
 _ORDER = (
@@ -45,11 +49,12 @@ def _overview(results: list[Result]) -> list[str]:
     rows = [(result, row) for result in results for row in result.rows]
     lost = [(result, row) for result, row in rows if not row.wins]
     missed = [(result, row) for result, row in rows if row.wins and not row.keeps_target]
-    best = sorted((pair for pair in rows if pair[1].wins and pair[1].keeps_target), key=lambda pair: _gain(pair[1]))
+    best = sorted((pair for pair in rows if pair[1].wins and pair[1].keeps_target), key=lambda pair: pair[1].ratio)
     commits = sorted({result.machine["commit"] for result in results})
     lines = [
         f"**{len(rows) - len(lost)} of {len(rows)} comparisons won, {len(lost)} lost, {len(missed)} won but short of "
-        "their target.** A ratio is ours over theirs, from rounds interleaved in one run; the spread is its middle half.",
+        "their target.** A ratio is the time of ours over that of theirs (or memory, or bytes), from rounds interleaved in "
+        "one run: below 1 is better, everywhere. The spread is its middle half.",
         "",
     ]
     if len(commits) > 1:
@@ -61,14 +66,9 @@ def _overview(results: list[Result]) -> list[str]:
     return lines
 
 
-def _gain(row: Row) -> float:
-    return 1 / row.ratio if row.higher_is_better and row.ratio else row.ratio
-
-
 def _item(result: Result, row: Row) -> str:
-    sign = "≥" if row.higher_is_better else "≤"
-    target = "" if row.target is None else f", target {sign} {row.target:.2g}"
-    return f"- {result.name}, {row.case}: {row.ratio:.2f} × {result.theirs}{target}"
+    target = "" if row.target is None else f", target ≤ {row.target:.2g}"
+    return f"- {result.name}, {row.case}: {row.shown_ratio} × {result.theirs}{target}"
 
 
 def _section(result: Result, picture: Path) -> list[str]:
@@ -92,16 +92,30 @@ def _section(result: Result, picture: Path) -> list[str]:
 
 
 def _line(row: Row) -> str:
-    target = "" if row.target is None else f"{'≥' if row.higher_is_better else '≤'} {row.target:.2g}"
+    target = "" if row.target is None else f"≤ {row.target:.2g}"
     verdict = "won" if row.wins else "**lost**"
     if row.target is not None and not row.keeps_target:
         verdict += ", **target missed**"
     if row.note:
         verdict += f"; {row.note}"
     return (
-        f"| {row.case} | {row.ours:.3g} {row.unit} | {row.theirs:.3g} {row.unit} | {row.ratio:.2f} "
-        f"| {row.low:.2f}-{row.high:.2f} | {target} | {verdict} |"
+        f"| {row.case} | {row.ours:.3g} {row.unit} | {row.theirs:.3g} {row.unit} | {row.shown_ratio} "
+        f"| {shown(row.low)}-{shown(row.high)} | {target} | {verdict} |"
     )
+
+
+def losses_table(results: list[Result]) -> str:
+    """Every lost row, as a table for the README."""
+    rows = [(result, row) for result in results for row in result.rows if not row.wins]
+    lines = [f"| {result.name} | {row.case} | {row.shown_ratio} × {result.theirs} |" for result, row in rows]
+    return "\n".join(["| benchmark | case | ratio |", "| --- | --- | ---: |", *lines])
+
+
+def with_losses(readme: str, results: list[Result]) -> str:
+    """The README's text with the table between its marks."""
+    before, _, rest = readme.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}\n\n{losses_table(results)}\n\n{END}{after}"
 
 
 def main() -> None:
@@ -111,7 +125,11 @@ def main() -> None:
     day = RESULTS / parsed.date if parsed.date else newest()
     if day is None or not any(day.glob("*.json")):
         raise SystemExit(f"no results in {day or RESULTS}; run `phalanx bench all` first")
-    print(write(read(day), day / "report.md"))
+    results = read(day)
+    print(write(results, day / "report.md"))
+    if day == newest():
+        README.write_text(with_losses(README.read_text(), results))
+        print(README)
 
 
 if __name__ == "__main__":

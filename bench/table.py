@@ -26,7 +26,7 @@ RESULTS = ROOT / "results"
 
 @dataclass
 class Row:
-    """One comparison. `ratio` is ours over theirs; below 1 is a win unless `higher_is_better`."""
+    """One comparison. `ratio` is the time of ours over that of theirs (or memory, or bytes): below 1 is a win, always."""
 
     case: str
     ours: float
@@ -36,9 +36,14 @@ class Row:
     high: float
     unit: str = "ms"
     target: float | None = None
-    """The ratio that was promised: at most this, or at least this when `higher_is_better`."""
-    higher_is_better: bool = False
+    """The ratio that was promised: at most this."""
     note: str = ""
+
+    @staticmethod
+    def of_rates(case: str, ours: float, theirs: float, faster: tuple[float, float, float], **others: Any) -> Row:
+        """A row whose figures are rates, of which more is better; `faster` says how many times ours is, and its spread."""
+        median, low, high = faster
+        return Row(case, ours, theirs, 1 / median, 1 / high, 1 / low, unit="/s", **others)
 
     @property
     def wins(self) -> bool:
@@ -51,8 +56,16 @@ class Row:
 
     def keeps(self, limit: float) -> bool:
         """Whether the ratio, as it is printed, is on the right side of `limit`."""
-        ratio = round(self.ratio, 2)
-        return ratio >= limit if self.higher_is_better else ratio <= limit
+        return float(self.shown_ratio) <= float(shown(limit))
+
+    @property
+    def shown_ratio(self) -> str:
+        return shown(self.ratio)
+
+
+def shown(ratio: float) -> str:
+    """`shown(0.642) == "0.64"`, and a third digit where two would say little: `shown(0.0117) == "0.012"`."""
+    return f"{ratio:.2f}" if ratio >= 0.1 else f"{ratio:.3f}"
 
 
 @dataclass
@@ -72,8 +85,17 @@ class Result:
 
     @staticmethod
     def from_json(value: dict[str, Any]) -> Result:
-        rows = [Row(**row) for row in value["rows"]]
+        rows = [Row(**_as_time(row)) for row in value["rows"]]
         return Result(**{**value, "rows": rows})
+
+
+def _as_time(row: dict[str, Any]) -> dict[str, Any]:
+    """Results kept before all ratios had one direction: some said how many times faster ours was."""
+    old = dict(row)
+    if old.pop("higher_is_better", False):
+        old |= {"ratio": 1 / row["ratio"], "low": 1 / row["high"], "high": 1 / row["low"]}
+        old["target"] = None if row["target"] is None else 1 / row["target"]
+    return old
 
 
 def machine() -> dict[str, Any]:
@@ -125,14 +147,13 @@ def show(result: Result, console: Console | None = None) -> None:
     table.add_column("")
     for row in result.rows:
         style = "red" if not row.wins or not row.keeps_target else "green"
-        sign = "≥" if row.higher_is_better else "≤"
         table.add_row(
             row.case,
             f"{row.ours:.3g} {row.unit}",
             f"{row.theirs:.3g} {row.unit}",
-            f"[{style}]{row.ratio:.2f}[/]",
-            f"{row.low:.2f}-{row.high:.2f}",
-            "" if row.target is None else f"{sign} {row.target:.2g}",
+            f"[{style}]{row.shown_ratio}[/]",
+            f"{shown(row.low)}-{shown(row.high)}",
+            "" if row.target is None else f"≤ {row.target:.2g}",
             row.note,
         )
     console.print(table)

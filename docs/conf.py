@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import re
+import sys
+from pathlib import Path
 from typing import Any
 
 import phalanx
+
+sys.path.insert(0, str(Path(__file__).parent))
+import generated
 
 project = "Phalanx"
 author = "Phalanx contributors"
@@ -16,6 +21,8 @@ exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = "Phalanx"
 html_copy_source = False
+# The search runs in the browser on an index that comes with the pages: it needs no network.
+html_theme_options = {"sidebar_hide_name": False}
 myst_heading_anchors = 3
 autodoc_member_order = "bysource"
 autodoc_default_options = {"members": True}
@@ -47,4 +54,5 @@ def _escape(line: str) -> str:
 
 
 def setup(app: Any) -> None:
+    generated.write(Path(app.srcdir))
     app.connect("autodoc-process-docstring", prose_to_rst)

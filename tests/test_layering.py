@@ -19,6 +19,8 @@ PACKAGE = ROOT / "src" / "phalanx"
 LAYERS = [
     "errors",
     "observe.trace",
+    "observe.live.pulse",
+    "observe.live.seen",
     "plan",
     "comm.untraced",
     "comm.work",
@@ -42,10 +44,12 @@ LAYERS = [
     "checkpoint",
     "elastic",
     "swap",
+    "data",
     "launch",
     "observe",
     "integrations",
     "cli",
+    "__main__",
 ]
 
 # What phalanx replaces. Tests and benchmarks use these as the reference; the package never does.

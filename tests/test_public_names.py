@@ -24,6 +24,7 @@ PUBLIC_NAMES: list[str] = [
     "Worker",
     "ZeroRedundancyOptimizer",
     "compile",
+    "data",
     "init",
     "install",
     "observe",

@@ -26,7 +26,7 @@ def result() -> Result:
         Row("fast", 1.0, 2.0, 0.5, 0.45, 0.55, target=0.6),
         Row("slow", 3.0, 2.0, 1.5, 1.4, 1.6),
         Row("short", 1.8, 2.0, 0.9, 0.85, 0.95, target=0.5),
-        Row("many", 9.0, 3.0, 3.0, 2.5, 3.5, unit="per s", target=1.2, higher_is_better=True),
+        Row.of_rates("many", 9.0, 3.0, (3.0, 2.5, 3.5), target=1 / 1.2),
     ]
     return Result("sample", "Is it quick?", "phalanx", "torch", rows, notes=["a note"])
 
@@ -66,6 +66,14 @@ def test_wins_and_targets() -> None:
     assert (many.wins, many.keeps_target) == (True, True)
 
 
+def test_results_of_older_days_are_read_with_ratios_in_todays_direction() -> None:
+    row = {"case": "x", "ours": 1.0, "theirs": 8.0, "ratio": 8.0, "low": 4.0, "high": 10.0, "unit": "ms", "note": ""}
+    old = {**result().to_json(), "rows": [{**row, "target": 5.0, "higher_is_better": True}]}
+    (read_back,) = Result.from_json(old).rows
+    assert (read_back.ratio, read_back.low, read_back.high, read_back.target) == (0.125, 0.1, 0.25, 0.2)
+    assert read_back.wins and read_back.keeps_target and read_back.shown_ratio == "0.12"
+
+
 def test_losing_rows_are_red() -> None:
     console = Console(record=True, width=120, force_terminal=True, color_system="standard")
     with console.capture() as captured:
@@ -97,7 +105,7 @@ def test_the_report_of_the_newest_day_says_what_is_lost_first(tmp_path: Path) ->
     assert "# Benchmarks, 2026-01-10" in text and "3 of 4 comparisons won, 1 lost, 1 won but short of" in text
     lost, won = text.split("## What we win by most")
     assert "- sample, slow: 1.50 × torch" in lost and "- sample, short: 0.90 × torch, target ≤ 0.5" in lost
-    assert won.index("sample, many: 3.00") < won.index("sample, fast: 0.50")
+    assert won.index("sample, many: 0.33") < won.index("sample, fast: 0.50")
     assert "**target missed**" in won and "![sample](sample.svg)" in won
 
 

@@ -59,7 +59,10 @@ def test_run_then_report_from_a_plain_script(tmp_path: Path, capsys: pytest.Capt
     (run,) = runs.iterdir()
     assert ended(["report", str(run), "--perfetto", str(run / "p.json")]) == 0
     page = (run / "report.html").read_text()
-    assert "Typical pass" in page and "4 passes" in page
+    assert "Typical pass" in page and "4 passes, 1 reductions each" in page
+    # What the script did not say: which parameters, the loss, samples, memory, how long the start took.
+    assert "as seen: what backward was called on" in page and "samples/s, all ranks" in page and "Start-up" in page
+    assert "1.bias, 1.weight, 0.bias" in page and "What training holds, MB" in page
     names = {event["name"].split()[0] for event in json.loads((run / "p.json").read_text())["traceEvents"]}
     assert {"forward", "backward", "reduce", "optimizer", "waiting"} <= names
 
@@ -74,7 +77,11 @@ def test_a_failing_script_gives_exit_code_1_and_a_summary(tmp_path: Path, capsys
 def test_quiet_shows_rank_0_only_and_keeps_the_rest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "say.py").write_text("import os\nprint('I am', os.environ['RANK'])\n")
     assert ended(["run", "-q", "-n", "2", "--run-dir", str(tmp_path / "r"), str(tmp_path / "say.py")]) == 0
-    assert capsys.readouterr().out == "0 │ I am 0\n"
+    said = capsys.readouterr()
+    assert said.out == "0 │ I am 0\n"
+    # Nothing else of its own is said, but that this was no training of two.
+    (only,) = said.err.splitlines()
+    assert "the workers never joined each other: 2 independent copies of the script ran" in only
     (run,) = (tmp_path / "r").iterdir()
     assert (run / "attempt-0" / "rank-00001" / "stdout.log").read_text() == "I am 1\n"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,14 @@ def test_a_short_demo_learns_and_reports(tmp_path: Path, capsys: pytest.CaptureF
     (page,) = tmp_path.glob("*/report.html")
     text = page.read_text()
     assert "Held-out loss" in text and "phalanx demo" in text and "blocks." in text
+    tiles = dict(re.findall(r"<dt>([^<]+)</dt><dd>([^<]+)</dd>", text))
+    closing = {name: line.split("  ", 1)[1].strip() for name, line in lines.items() if "  " in line}
+    assert closing["loss"].split(",")[0].split("→")[1].strip() == tiles["Loss"]
+    assert closing["held-out loss"].split("→")[1].strip() == tiles["Held-out loss"]
+    assert closing["throughput"].split(" tokens/s")[0] == tiles["Throughput"]
+    assert closing["communication hidden"] == tiles["Hidden"]
+    (found,) = re.findall(r"(\d+) passes, (\d+) reductions each", text)
+    assert int(found[0]) == 6 and int(found[1]) > 2, "several buckets"
 
 
 def test_nothing_held_out_is_trained_on() -> None:

@@ -15,18 +15,22 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+# Imported here, not while `launch` is replaced below: they would keep the replacement.
+from phalanx.cli.demo import show as _show  # noqa: F401
 from phalanx.cli.main import main
 from phalanx.launch.agent import Outcome
 from phalanx.launch.machine import Answer, Level
+from phalanx.observe import calibrate as _calibrate  # noqa: F401
 
 pytestmark = pytest.mark.timeout(110)
 
-COMMANDS = ["run", "demo", "doctor", "report", "plan", "bench", "checkpoints", "rn", ""]
+COMMANDS = ["run", "demo", "doctor", "report", "plan", "bench", "top", "runs", "checkpoints", "rn", ""]
 OPTIONS = [
     *("--nproc", "-n", "--nnodes", "--endpoint", "--node-rank", "--run-id", "--max-restarts", "--module", "--trace"),
     *("--run-dir", "--grace", "-q", "--quiet", "--steps", "--world", "-w", "--hosts", "--gbit", "--latency-us"),
     *("--optimizer", "--bucket-cap-mb", "--bucket-view", "--backend", "--no-time", "--output", "-o", "--perfetto"),
     *("--tensorboard", "--no-self-test", "--fast", "-", "--", "---", "-x", "--nproc=", "--world=2", "-n2"),
+    *("--once", "--runs", "--clean", "--keep", "--older-than", "-y"),
 ]
 VALUES = [
     *("0", "1", "2", "-1", "3.5", "99999999999999999999", "1e309", "nan", "inf", "-inf", "auto", "many", "", " ", "ü🦄"),
@@ -42,7 +46,7 @@ ANY = st.builds(lambda command, words: [command, *words], st.sampled_from(COMMAN
 PAIRS = st.lists(st.tuples(st.sampled_from(OPTIONS), st.sampled_from(VALUES)), max_size=2)
 NEARLY = st.builds(
     lambda command, target, pairs: [command, *(word for pair in pairs for word in pair), target],
-    st.sampled_from(COMMANDS[:7]),
+    st.sampled_from(COMMANDS[:9]),
     st.sampled_from(VALUES),
     PAIRS,
 )
@@ -76,7 +80,7 @@ def nothing_started() -> Iterator[None]:
     """Workers, benchmarks and the browser are left out; everything before them is real."""
     well = Answer("self-test", Level.GOOD, "left out")
     with (
-        mock.patch("phalanx.cli.run.launch", stay_here),
+        mock.patch("phalanx.launch.agent.launch", stay_here),
         mock.patch("phalanx.cli.demo.show.launch", stay_here),
         mock.patch("phalanx.cli.doctor.self_test", return_value=well),
         mock.patch("phalanx.cli.bench._run", return_value=0),

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import inspect
 import io
 import os
 import re
 import shlex
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -18,10 +21,12 @@ import pytest
 import torch
 
 import phalanx
+from bench.summary import newest, read, with_losses
+from docs import generated
 from phalanx.cli.main import cli
 from phalanx.launch.worker import leave
 from phalanx.observe import trace
-from tests.cluster import reserved_port, run_ranks
+from tests.cluster import PATIENCE, reserved_port, run_ranks
 
 with warnings.catch_warnings():
     # Torch scripts optimizers when this is imported, and warns of it.
@@ -31,7 +36,7 @@ with warnings.catch_warnings():
 pytestmark = pytest.mark.timeout(90)
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted(page for page in (ROOT / "docs").glob("*.md") if page.name not in generated.PAGES)]
 
 
 def blocks(page: Path, *languages: str) -> list[str]:
@@ -121,4 +126,56 @@ def test_there_are_commands_to_check() -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_links_between_pages_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text()):
-        assert (page.parent / target).exists(), target
+        assert (page.parent / target).exists() or target in generated.PAGES, target
+
+
+def test_troubleshooting_has_a_section_for_every_error_of_the_tree_and_no_other() -> None:
+    text = (ROOT / "docs" / "troubleshooting.md").read_text()
+    part = text.split("## The errors, class by class")[1].split("\n## ")[0]
+    sections = dict(section.split("\n", 1) for section in part.split("\n### ")[1:])
+    assert list(sections) == [kind.__name__ for kind in generated.error_classes()]
+    for name, section in sections.items():
+        assert "**What to do:**" in section, name
+    # What is quoted of messages is in the source.
+    said = " ".join(text for found in generated.messages().values() for _, text in found)
+    quoted = [line for line in re.findall(r"^- `([^`]+)`", part, flags=re.M)]
+    assert len(quoted) > 10
+    for message in quoted:
+        assert all(piece.strip() in said for piece in re.split(r"…|\d+", message)), message
+
+
+def test_every_message_of_the_package_is_on_the_generated_page() -> None:
+    page = generated.errors_page()
+    assert sum(len(found) for found in generated.messages().values()) > 150
+    assert "the ranks are not at the same step of the same plan" in page and "## CollectiveTimeout" in page
+    assert "## phalanx run\n" in generated.commands_page() and "--nproc" in generated.commands_page()
+
+
+@pytest.mark.parametrize("package", ["", "comm.hooks", "compile", "data", "ddp", "optim", "plan", "remote", "zero"])
+def test_the_reference_has_every_public_name(package: str) -> None:
+    text = (ROOT / "docs" / "reference.md").read_text()
+    module = importlib.import_module(f"phalanx.{package}".rstrip("."))
+    names = [name for name in module.__all__ if not inspect.ismodule(getattr(module, name))]
+    # A class that is also public at the top is listed there; the errors are listed by their module.
+    places = [f"phalanx.{package}.", "phalanx."] if package else ["phalanx."]
+    missing = [n for n in names if n != "PhalanxError" and not any(f":: {place}{n}\n" in text for place in places)]
+    assert not missing
+
+
+def test_the_readme_lists_every_row_that_the_newest_benchmark_lost() -> None:
+    """`python -m bench.summary` writes it."""
+    day = newest()
+    assert day is not None
+    readme = (ROOT / "README.md").read_text()
+    assert readme == with_losses(readme, read(day))
+
+
+def test_the_readmes_example_runs_beside_a_clone_named_phalanx(tmp_path: Path) -> None:
+    """A script in the parent folder of a clone: the folder itself must not be taken for the package."""
+    (tmp_path / "phalanx").symlink_to(ROOT)
+    (tmp_path / "train.py").write_text("\n".join(blocks(ROOT / "README.md", "python")))
+    environ = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "train.py"], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60 * PATIENCE
+    )
+    assert re.fullmatch(r"loss [\d.]+ on 1 workers\n", done.stdout), done.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 import re
 import runpy
@@ -81,6 +82,26 @@ def test_zero_resumes_on_another_number_of_ranks(tmp_path: Path) -> None:
         said = run_example(world, "zero_resume.py", apart, "--steps", "5")[0]
         held, whole = map(int, re.findall(r"state a rank (\d+) of (\d+) bytes", said)[0])
         assert held < 1.1 * whole / world + 64 * 8  # an even share, to within one unit of alignment of both states
+
+
+def log_of(folder: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+
+
+def test_full_training_resumes_in_the_middle_of_an_epoch_on_another_number_of_ranks(tmp_path: Path) -> None:
+    """1000 samples in batches of 64: the last batch of an epoch holds 40, for three ranks 14, 13 and 13."""
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    said = run_example(2, "full_training.py", str(whole), "--epochs", "3")
+    assert len(said[0].splitlines()) == 3 and said[1] == ""
+    run_example(2, "full_training.py", str(parts), "--epochs", "3", "--max-steps", "10")
+    first, *others = run_example(3, "full_training.py", str(parts), "--epochs", "3", "--max-steps", "24")
+    assert first.startswith("going on at step 10, epoch 0") and others == ["", ""]
+    run_example(1, "full_training.py", str(parts), "--epochs", "3")
+    uninterrupted, resumed = log_of(whole), log_of(parts)
+    assert [line["step"] for line in uninterrupted] == [line["step"] for line in resumed] == [16, 32, 48]
+    for one, other in zip(uninterrupted, resumed, strict=True):
+        assert other["validation"] == pytest.approx(one["validation"], rel=1e-3)  # sums over two ranks, three and one
+    assert uninterrupted[-1]["validation"] < 0.8 * uninterrupted[0]["validation"]
 
 
 def test_communication_hook() -> None:

@@ -45,6 +45,26 @@ def test_torchrun() -> None:
     assert detect(TORCHRUN) == Environment("torchrun", 5, 8, 1, 4, "head", 1234)
 
 
+@pytest.mark.parametrize(
+    ("changes", "shares"),
+    [
+        ({"GROUP_WORLD_SIZE": "2"}, True),
+        # A host with one rank beside hosts with several: all must come to the same answer.
+        ({"GROUP_WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}, True),
+        ({"GROUP_WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}, False),
+        ({}, False),
+        ({"LOCAL_WORLD_SIZE": "8", "LOCAL_RANK": "5"}, True),
+    ],
+)
+def test_whether_hosts_hold_several_ranks_is_the_same_on_every_rank(changes: dict[str, str], shares: bool) -> None:
+    assert detect({**TORCHRUN, **changes}).shares_hosts is shares
+
+
+def test_slurm_says_on_how_many_nodes_a_step_runs() -> None:
+    assert detect({**SLURM, "SLURM_STEP_NUM_NODES": "3"}).shares_hosts
+    assert not detect({**SLURM, "SLURM_STEP_NUM_NODES": "5"}).shares_hosts
+
+
 def test_rank_and_world_alone_on_loopback_are_one_host() -> None:
     found = detect({"RANK": "1", "WORLD_SIZE": "3"})
     assert found.one_host and found.local_rank == 1 and found.port == 29500

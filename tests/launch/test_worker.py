@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import socket
 from pathlib import Path
@@ -10,7 +12,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader
 
+from phalanx.comm.hierarchical import hosts
 from phalanx.errors import ConfigError
 from phalanx.launch.worker import TRACE_DIRECTORY, init, leave, threads_for
 from phalanx.observe import trace
@@ -68,6 +72,42 @@ def join_and_sum(rank: int, world: int, launcher: str, port: int) -> tuple[objec
 def test_the_same_call_joins_under_every_launcher(launcher: str) -> None:
     results = run_ranks(2, join_and_sum, launcher, free_port(), backend=None)
     assert results == [(launcher, rank, 2, rank == 0, [3.0, 3.0, 3.0]) for rank in range(2)]
+
+
+def join_on_two_hosts(rank: int, world: int, port: int) -> tuple[object, ...]:
+    """Two hosts of two ranks, played by this one."""
+    environ = {"RANK": str(rank), "WORLD_SIZE": "4", "LOCAL_RANK": str(rank % 2), "LOCAL_WORLD_SIZE": "2"}
+    environ |= {"GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    with (
+        mock.patch.object(hosts, "_pretended", f"host {rank // 2}"),
+        mock.patch.dict(os.environ, without_launcher() | environ, clear=True),
+        init() as worker,
+    ):
+        total = torch.full((3,), float(worker.rank + 1))
+        dist.all_reduce(total)
+        return worker.backend, total.tolist()
+
+
+def test_hosts_with_several_ranks_get_the_backend_that_moves_less_between_them() -> None:
+    assert run_ranks(4, join_on_two_hosts, free_port(), backend=None) == [("phalanx", [10.0] * 3)] * 4
+
+
+def use_the_small_things(rank: int, world: int, port: int) -> tuple[object, ...]:
+    environ = without_launcher() | LAUNCHERS["environment"](rank, world) | {"MASTER_PORT": str(port)}
+    said = io.StringIO()
+    with mock.patch.dict(os.environ, environ, clear=True), init() as worker, contextlib.redirect_stdout(said):
+        worker.print("loss", 1.5)
+        with worker.first_only() as mine:
+            pass
+        worker.barrier()
+        batches = [batch.tolist() for batch in worker.loader(DataLoader(list(range(6)), 2))]
+        return said.getvalue(), mine, worker.mean(float(rank), weight=rank), worker.gather(rank), batches
+
+
+def test_a_worker_offers_what_every_script_writes() -> None:
+    first, other = run_ranks(2, use_the_small_things, free_port(), backend=None)
+    assert first == ("loss 1.5\n", True, 1.0, [0, 1], [[0, 1], [4]])
+    assert other == ("", False, 1.0, [0, 1], [[2, 3], [5]])
 
 
 def adopt(rank: int, world: int) -> tuple[object, ...]:

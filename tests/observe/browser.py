@@ -89,6 +89,13 @@ class Browser:
         actions = [{"type": kind, "value": key} for key in keys for kind in ("keyDown", "keyUp")]
         self._on_page("POST", "/actions", {"actions": [{"type": "key", "id": "keyboard", "actions": actions}]})
 
+    def click(self, x: float, y: float) -> None:
+        """Press the mouse at a place of the window."""
+        move = {"type": "pointerMove", "x": round(x), "y": round(y), "duration": 0}
+        actions = [move, {"type": "pointerDown", "button": 0}, {"type": "pointerUp", "button": 0}]
+        pointer = {"type": "pointer", "id": "mouse", "parameters": {"pointerType": "mouse"}, "actions": actions}
+        self._on_page("POST", "/actions", {"actions": [pointer]})
+
     def resize(self, width: int, height: int) -> None:
         self._on_page("POST", "/window/rect", {"width": width, "height": height})
 

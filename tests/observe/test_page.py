@@ -20,7 +20,7 @@ from tests.observe.synthetic import write_run
 
 TAB = "\ue004"
 ENTER = "\ue007"
-BARS = "return document.querySelectorAll('#timeline .bars .point').length"
+BARS = "return document.querySelectorAll('#timeline .span').length"
 
 # The browser lives for the whole module: starting one takes seconds.
 pytestmark = [pytest.mark.timeout(60), pytest.mark.allow_leaks("children")]
@@ -54,7 +54,8 @@ if INSTALLED:
         return started
 
     def test_every_chart_is_drawn_without_a_console_error(browser: Browser) -> None:
-        drawn = browser.run("return [...document.querySelectorAll('.chart')].map(c => !!c.querySelector('.main-svg'))")
+        charts = "[...document.querySelectorAll('.chart')]"
+        drawn = browser.run(f"return {charts}.map(c => c.querySelector('svg, .bars') !== null)")
         assert len(drawn) == 8 and all(drawn)
         assert browser.run(BARS) == 3 * (4 + 2) + 1  # the late rank's last reduction is cut where it was exposed
         assert [entry for entry in browser.console() if entry["level"] in ("SEVERE", "WARNING")] == []
@@ -71,23 +72,54 @@ if INSTALLED:
         assert browser.run(BARS) > 0
 
     def test_a_click_on_the_strip_of_passes_shows_the_nearest_drawn_one(browser: Browser) -> None:
-        browser.run("document.getElementById('lengths').emit('plotly_click', {points: [{x: 39}]})")
+        right = "const r = document.getElementById('lengths').getBoundingClientRect(); return [r.right - 8, r.top + 40]"
+        browser.click(*browser.run(right))
         assert browser.run("return document.getElementById('pass').selectedOptions[0].textContent").startswith("39")
-        assert browser.run("return document.querySelectorAll('#lengths .bars .point').length") == 40
+        assert browser.run("return document.querySelectorAll('#lengths .pass').length") == 40
 
     def test_sharding_is_shown_beside_what_it_would_have_been(browser: Browser) -> None:
-        assert browser.run("return document.getElementById('sharding').data.map(t => t.x)") == [[2, 2, 2, 2], [4, 2, 2, 2]]
+        ends = "return [...document.querySelectorAll('#sharding .end')].map(e => e.textContent)"
+        assert browser.run(ends) == ["6.0 MB", "4.0 MB", "4.0 MB", "4.0 MB"]
 
-    def test_a_narrow_window_needs_no_sideways_scrolling(browser: Browser) -> None:
+    def test_a_narrow_window_needs_no_sideways_scrolling_and_the_timeline_stays_readable(browser: Browser) -> None:
         browser.resize(420, 900)
         try:
+            browser.run("requestAnimationFrame(() => { window.settled = true })")
             assert browser.run("return document.documentElement.scrollWidth - innerWidth") <= 0
+            wide = browser.run(
+                "const b = [...document.querySelectorAll('#timeline .span.k-backward')].map(e => e.getBoundingClientRect());"
+                "return [Math.min(...b.map(r => r.width)), Math.max(...b.map(r => r.right)), innerWidth]"
+            )
+            # Nearly half of the pass is backward, and lanes take the whole width: labels stand above them.
+            assert wide[0] > 0.35 * wide[2] and wide[1] <= wide[2]
         finally:
             browser.resize(1280, 1000)
 
+    def test_all_tiles_are_in_one_row_on_a_wide_screen(browser: Browser) -> None:
+        browser.resize(1300, 1000)
+        tops = browser.run("return [...document.querySelectorAll('.tile')].map(t => t.getBoundingClientRect().top)")
+        assert len(tops) >= 6 and len(set(tops)) == 1
+        cut = "return [...document.querySelectorAll('.tile dd')].filter(d => d.scrollWidth > d.clientWidth).length"
+        assert browser.run(cut) == 0
+        browser.resize(1280, 1000)
+
     def test_charts_answer_the_pointer(browser: Browser) -> None:
-        browser.run("Plotly.Fx.hover('late', [{curveNumber: 0, pointNumber: 1}])")
-        assert "6.00 ms late" in browser.run("return document.querySelector('#late .hoverlayer').textContent")
+        over = "arguments[0].dispatchEvent(new PointerEvent('pointerover', {bubbles: true, clientX: 50, clientY: 200}))"
+        browser.run(over.replace("arguments[0]", "document.querySelector('#late .part')"))
+        assert "6.00 ms late on average" in browser.run("return document.getElementById('tip').textContent")
+        moved = "const c = document.querySelector('section[data-curves^=loss] .curve'), r = c.getBoundingClientRect();"
+        moved += "c.dispatchEvent(new PointerEvent('pointermove', {clientX: (r.left + r.right) / 2, clientY: r.top + 9}))"
+        browser.run(moved)
+        assert "rank 2: " in browser.run("return document.getElementById('tip').textContent")
+
+    def test_a_drag_over_the_timeline_looks_closer(browser: Browser) -> None:
+        part = "const s = document.querySelector('#timeline svg'), r = s.getBoundingClientRect();"
+        for kind, share in (("pointerdown", 0.2), ("pointermove", 0.4), ("pointerup", 0.5)):
+            event = f"new PointerEvent('{kind}', {{pointerType: 'mouse', clientX: r.left + {share} * r.width}})"
+            browser.run(f"{part} s.dispatchEvent({event})")
+        assert browser.run("return document.getElementById('whole').hidden") is False
+        browser.run("document.getElementById('whole').click()")
+        assert browser.run("return document.getElementById('whole').hidden") is True
 
     def test_every_control_is_reached_by_the_tab_key(browser: Browser) -> None:
         reached = []
@@ -104,7 +136,7 @@ if INSTALLED:
         assert browser.run("return document.getElementById('pass').value") != before
 
     def test_the_theme_button_turns_the_charts_dark(browser: Browser) -> None:
-        ink = "return getComputedStyle(document.querySelector('#times text')).fill"
+        ink = "return getComputedStyle(document.querySelector('#timeline .lane')).fill"
         light = browser.run(ink)
         browser.run("document.getElementById('theme').click()")
         assert browser.run("return document.documentElement.dataset.theme") == "dark"

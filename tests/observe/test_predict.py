@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import phalanx
-from phalanx.cli.plan import plan_model
+from phalanx.cli.prediction import plan_model
 from phalanx.comm.collectives import Collectives
 from phalanx.comm.group.direct import ShmCollectives
 from phalanx.errors import ConfigError

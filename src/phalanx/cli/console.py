@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import re
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import click
-from rich.console import Console
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 # Readable on dark and light terminals alike; red is kept for what went wrong.
 _RANK_COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "bright_cyan", "bright_magenta")
@@ -13,7 +19,19 @@ _RANK_COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "bright_cyan", "b
 
 def console() -> Console:
     """A rich console on standard output, at its current width and colour ability."""
+    from rich.console import Console
+
     return Console(highlight=False)
+
+
+@contextmanager
+def importing() -> Iterator[None]:
+    """Around imports of torch, which take seconds: an interrupt ends the command without printing where they were."""
+    before = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def say(line: str) -> None:

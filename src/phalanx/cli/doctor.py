@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import json
 import tempfile
+from typing import TYPE_CHECKING
 
 import click
-from rich.table import Table
 
-from phalanx.cli.console import console
-from phalanx.launch.agent import LaunchSettings, launch
-from phalanx.launch.machine import Answer, Level, examine
+from phalanx.cli.console import console, importing
 from phalanx.launch.rundir import RunDirectory
 
-_SIGNS = {Level.GOOD: "[green]✔[/]", Level.NOTE: "[yellow]•[/]", Level.BAD: "[bold red]✘[/]"}
+if TYPE_CHECKING:
+    from phalanx.launch.machine import Answer
+
+# By the value of a `machine.Level`.
+_SIGNS = {"good": "[green]✔[/]", "note": "[yellow]•[/]", "bad": "[bold red]✘[/]"}
 
 
 @click.command("doctor", short_help="Check this machine, with a remedy for everything that is wrong.")
 @click.option("--no-self-test", is_flag=True, help="Only look; start no workers.")
 def command(no_self_test: bool) -> int:
     """Check this machine and run a two-rank self-test. Exit code 1 when something is wrong."""
+    with importing():
+        from phalanx.launch.machine import Level, examine
     answers = examine()
     _show(answers)
     if not no_self_test:
@@ -36,6 +40,9 @@ def command(no_self_test: bool) -> int:
 
 def self_test() -> Answer:
     """Two workers meet, sum and train; what went wrong, in the failing worker's own words, if it did."""
+    from phalanx.launch.agent import LaunchSettings, launch
+    from phalanx.launch.machine import Answer, Level
+
     lines: list[str] = []
     with tempfile.TemporaryDirectory(prefix="phalanx-doctor-") as folder:
         settings = LaunchSettings(("--module", "phalanx.cli.selftest"), nproc=2)
@@ -57,11 +64,13 @@ def self_test() -> Answer:
 
 
 def _show(answers: list[Answer]) -> None:
+    from rich.table import Table
+
     table = Table.grid(padding=(0, 1))
     table.add_column(width=1)
     table.add_column(min_width=14, style="bold")
     table.add_column()
     for answer in answers:
         remedy = f"\n[red]→ {answer.remedy}[/]" if answer.remedy else ""
-        table.add_row(_SIGNS[answer.level], answer.topic, answer.text + remedy)
+        table.add_row(_SIGNS[answer.level.value], answer.topic, answer.text + remedy)
     console().print(table)

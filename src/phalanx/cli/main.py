@@ -1,6 +1,7 @@
 """The `phalanx` command. Finds the subcommand, and turns what a user got wrong into one line and exit code 2.
 
-Subcommands are imported when they are used, so that `phalanx --help` and a typing mistake answer at once.
+Subcommands are imported when they are used, and import torch only when they run, so that help, completion and a typing
+mistake answer at once.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 
 import click
 
+import phalanx
 from phalanx.cli.console import visible
 from phalanx.errors import PhalanxError
 
@@ -22,7 +24,9 @@ _COMMANDS = {
     "run": "Start a training script on all cores, GPUs or hosts.",
     "demo": "Train a small GPT on this machine and show what happens.",
     "doctor": "Check this machine, with a remedy for everything that is wrong.",
+    "top": "Watch a run: ranks, step, rate, who waits for whom.",
     "report": "Turn a traced run into one HTML page.",
+    "runs": "List the runs kept here, or remove old ones.",
     "plan": "Predict buckets, memory and step time for a model and a world size.",
     "checkpoints": "List, verify, compare, delete and convert checkpoints.",
     "bench": "Measure phalanx beside torch's own.",
@@ -41,7 +45,7 @@ class LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
         if name not in _COMMANDS:
             return None
-        module = "phalanx.cli.demo.show" if name == "demo" else f"phalanx.cli.{name}"
+        module = "phalanx.cli.demo.command" if name == "demo" else f"phalanx.cli.{name}"
         command: click.Command = importlib.import_module(module).command
         return command
 
@@ -50,16 +54,19 @@ class LazyGroup(click.Group):
             formatter.write_dl(list(_COMMANDS.items()))
 
 
-@click.command(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(package_name="phalanx", prog_name="phalanx")
-def cli() -> None:
+@click.command(cls=LazyGroup, invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(phalanx.__version__, prog_name="phalanx")
+@click.pass_context
+def cli(ctx: click.Context) -> None:
     """Data-parallel training for PyTorch: run it, watch it, see where the time went."""
+    if ctx.invoked_subcommand is None:
+        click.echo(ctx.get_help())
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The entry point of the `phalanx` command. Never returns."""
     try:
-        # `phalanx_command` lets an interrupt end the process while torch is imported; from here on it is handled.
+        # `phalanx_command` lets an interrupt end the process until here; while torch is imported `importing` does.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         sys.exit(cli.main(args=arguments, prog_name="phalanx", standalone_mode=False) or 0)
     except click.UsageError as error:

@@ -7,22 +7,35 @@ from pathlib import Path
 
 import click
 
-from phalanx.cli.console import say
+from phalanx.cli.console import importing, say
 from phalanx.errors import ConfigError, StateError
-from phalanx.observe import perfetto, report, tensorboard
-from phalanx.observe.run import load
+from phalanx.launch.records.runs import newest
 
 
 @click.command("report", short_help="Turn a traced run into one HTML page.")
-@click.argument("run_dir")
+@click.argument("run_dir", required=False)
 @click.option("-o", "--output", metavar="FILE", help="The page; report.html in the run directory by default.")
 @click.option("--perfetto", "perfetto_file", metavar="FILE", help="Also write a Perfetto/Chrome trace.")
 @click.option("--tensorboard", "tensorboard_dir", metavar="DIR", help="Also write TensorBoard scalars.")
 @click.option("--open", "opening", is_flag=True, help="Open the page in a browser.")
+@click.option("--runs", "parent", default="runs", metavar="DIR", help="Where runs are kept.")
 def command(
-    run_dir: str, output: str | None, perfetto_file: str | None, tensorboard_dir: str | None, opening: bool
+    run_dir: str | None,
+    output: str | None,
+    perfetto_file: str | None,
+    tensorboard_dir: str | None,
+    opening: bool,
+    parent: str,
 ) -> int:
-    """Turn RUN_DIR, written by phalanx run, into one HTML page that opens offline."""
+    """Turn RUN_DIR, written by phalanx run, into one HTML page that opens offline.
+
+    Without RUN_DIR: the newest run, of the traced ones if there are any.
+    """
+    with importing():
+        from phalanx.observe import perfetto, report, tensorboard
+        from phalanx.observe.run import load
+    if run_dir is None:
+        run_dir = str(newest(parent, traced=True).path)
     run = load(run_dir)
     page = Path(output) if output else Path(run_dir) / "report.html"
     try:

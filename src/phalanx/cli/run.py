@@ -5,22 +5,21 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-import threading
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
-import torch
 
-from phalanx.cli.console import colour_of_rank, quantity, say, visible
+from phalanx.cli.console import colour_of_rank, importing, quantity, say, visible
+from phalanx.cli.status_line import StatusLine
 from phalanx.errors import ConfigError
-from phalanx.launch.agent import LaunchSettings, Outcome, launch
 from phalanx.launch.failure import FailureSummary, RankEnd
-from phalanx.launch.hosts.meeting import check_endpoint
 from phalanx.launch.hosts.secret import SECRET, read_secret
-from phalanx.launch.logs import Sink
 from phalanx.launch.rundir import RunDirectory
-from phalanx.launch.worker import threads_for
-from phalanx.swap.install import SWAP
+
+if TYPE_CHECKING:
+    from phalanx.launch.agent import LaunchSettings, Outcome
+    from phalanx.launch.logs import Sink
 
 _MOST_AUTOMATIC_WORKERS = 8
 
@@ -42,7 +41,7 @@ _MOST_AUTOMATIC_WORKERS = 8
 @click.option("--trace", "tracing", is_flag=True, help="Record spans for phalanx report.")
 @click.option("--run-dir", default="runs", metavar="DIR", help="Where runs are kept.")
 @click.option("--grace", type=click.IntRange(1), default=5, help="Seconds to end in before being killed.")
-@click.option("-q", "--quiet", is_flag=True, help="Show rank 0's output only; files hold everything.")
+@click.option("-q", "--quiet", is_flag=True, help="Only rank 0's output, and failures; files hold everything.")
 @click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def command(
@@ -71,6 +70,11 @@ def command(
     phalanx run --nnodes 2 --endpoint 10.0.0.1:29500 --secret-file phalanx.secret train.py     on both hosts
     """
     _check_script(script, module)
+    with importing():
+        from phalanx.launch.agent import LaunchSettings, launch
+        from phalanx.launch.hosts.meeting import check_endpoint
+        from phalanx.launch.worker import threads_for
+        from phalanx.swap.install import SWAP
     fewest, most = parse_nodes(nnodes)
     workers = parse_workers(nproc)
     settings = LaunchSettings(
@@ -89,9 +93,15 @@ def command(
     )
     directory = RunDirectory.create(run_dir, Path(script).stem)
     threads = os.environ.get("OMP_NUM_THREADS") or threads_for(workers)
-    say(f"{quantity(workers, 'worker')}, OMP_NUM_THREADS={threads} each, logs in {directory.root}")
-    outcome = launch(settings, directory, _sink(workers * most, quiet), say)
-    _close(outcome, directory, tracing)
+    if not quiet:
+        say(f"{quantity(workers, 'worker')}, OMP_NUM_THREADS={threads} each, logs in {directory.root}")
+    line = StatusLine(directory, workers * most, wanted=not quiet)
+    line.start()
+    try:
+        outcome = launch(settings, directory, _sink(workers * most, quiet, line), line.say)
+    finally:
+        line.stop()
+    _close(outcome, directory, settings, quiet)
     return outcome.exitcode
 
 
@@ -109,6 +119,11 @@ def parse_nodes(text: str) -> tuple[int, int]:
 def parse_workers(text: str) -> int:
     """A number, or `auto`: one a GPU where there are any, else one a core, at most 8."""
     if text == "auto":
+        import torch
+
+        from phalanx.launch.worker import threads_for
+        from phalanx.swap.install import SWAP
+
         return torch.cuda.device_count() or min(threads_for(1), _MOST_AUTOMATIC_WORKERS)
     if not text.isdigit() or int(text) < 1:
         raise ConfigError(f"--nproc should be a number of workers or 'auto', got {text!r}")
@@ -143,25 +158,23 @@ def _meanwhile(end: RankEnd) -> str:
     return "; ".join(pieces) or end.how
 
 
-def _sink(world: int, quiet: bool) -> Sink:
+def _sink(world: int, quiet: bool, line: StatusLine) -> Sink:
     width = len(str(world - 1))
-    lock = threading.Lock()
     # Output that goes to a file or a pipe stays as it is; on a terminal it must not be able to do anything.
     on_terminal = {"stdout": sys.stdout.isatty(), "stderr": sys.stderr.isatty()}
 
-    def show(rank: int, stream: str, line: str) -> None:
+    def show(rank: int, stream: str, said: str) -> None:
         if quiet and rank != 0:
             return
         prefix = ""
         if world > 1:
             prefix = click.style(f"{rank:>{width}} │ ", fg=colour_of_rank(rank), bold=stream == "stderr")
-        with lock:
-            click.echo(prefix + (visible(line) if on_terminal[stream] else line), err=stream == "stderr")
+        line.echo(prefix + (visible(said) if on_terminal[stream] else said), err=stream == "stderr")
 
     return show
 
 
-def _close(outcome: Outcome, directory: RunDirectory, tracing: bool) -> None:
+def _close(outcome: Outcome, directory: RunDirectory, settings: LaunchSettings, quiet: bool) -> None:
     if outcome.signal is not None:
         say(f"ended by {outcome.signal.name} after {outcome.seconds:.1f} s; every worker has ended")
     elif outcome.failure is not None or outcome.elsewhere:
@@ -170,9 +183,21 @@ def _close(outcome: Outcome, directory: RunDirectory, tracing: bool) -> None:
         if outcome.failure is not None:
             show_failure(outcome.failure, directory)
     else:
-        say(f"finished in {outcome.seconds:.1f} s")
-    if tracing:
+        if not quiet:
+            say(f"finished in {outcome.seconds:.1f} s")
+        if outcome.met is False and settings.nproc > 1:
+            _say_apart(settings.nproc)
+    if settings.tracing and not quiet:
         say(f"see where the time went: phalanx report {directory.root}")
+
+
+def _say_apart(workers: int) -> None:
+    """Nobody asked for the others: what ran was not one training."""
+    say(
+        click.style("the workers never joined each other", fg="yellow", bold=True)
+        + f": {workers} independent copies of the script ran, each on all the data. Call phalanx.init() at its start and "
+        "wrap the model in phalanx.DistributedDataParallel; or run one copy with --nproc 1."
+    )
 
 
 def show_failure(failure: FailureSummary, directory: RunDirectory) -> None:

@@ -20,7 +20,7 @@ from ..observe import trace
 from .capture import capture_of, names_of
 from .split import Span
 
-CUTS = "cuts"  # fact: the pieces compiled so far, as Explanation.to_json gives them
+CUTS = trace.CUTS
 PIECE_BACKWARD = "piece_backward"  # span: backward of one compiled piece; `graph`, `piece`
 
 

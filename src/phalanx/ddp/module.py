@@ -286,7 +286,7 @@ class DistributedDataParallel(TorchBase):
             inputs, kwargs = map_tensors((inputs, kwargs), lambda tensor: tensor.to(device, non_blocking=True))
         if self._low is not None:
             inputs, kwargs = self._low.cast_inputs(inputs, kwargs)
-        self.timeline.forward_start_ns = trace.now_ns()
+        self.timeline.forward_begins(None if forward is None else inputs or kwargs)
         return forward, inputs, kwargs
 
     @untraced

@@ -10,7 +10,10 @@ import weakref
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import torch
+
 from ..observe import trace
+from ..observe.live.pulse import COMPUTING, WAITING, pulse
 from .reducer.listener import Listener
 
 if TYPE_CHECKING:
@@ -38,6 +41,7 @@ class StepTimes:
     backward_start_ns: int
     backward_end_ns: int = 0
     waited_ns: int = 0
+    samples: int = 0
     buckets: list[BucketTimes] = field(default_factory=list)
 
     @property
@@ -70,18 +74,37 @@ class Timeline(Listener):
         self.sum_hidden_ns = 0
         self.forward_start_ns = 0
         self.forward_end_ns = 0
+        self.forward_samples = 0  # of all forwards since the last pass
+        self._told_plan = ""
 
     def pass_began(self, joined: bool) -> None:
         """Start recording this backward if it is a sampled one."""
         reducer = self._reducer()
         assert reducer is not None, "a pass belongs to a reducer"
+        if pulse.state != COMPUTING:
+            pulse.enters(COMPUTING)
         step, buckets = reducer.step, reducer.buckets
         if step < 10 or step % self.sample_every == 0 or trace.recorder is not None:
             times = [BucketTimes(bucket.num_bytes) for bucket in buckets]
             now = trace.now_ns()
             self.current = StepTimes(step, self.forward_start_ns, self.forward_end_ns, now, buckets=times)
+            self.current.samples, self.forward_samples = self.forward_samples, 0
+            self._tell_plan(reducer)
         else:
             self.current = None
+
+    def _tell_plan(self, reducer: Reducer) -> None:
+        """Which parameters are in which bucket, for the report; again when the plan was replaced."""
+        if trace.recorder is not None and reducer.plan.hash != self._told_plan:
+            self._told_plan = reducer.plan.hash
+            trace.recorder.fact(trace.PLAN, reducer.plan.to_json())
+
+    def forward_begins(self, inputs: object) -> None:
+        """A forward begins now; a traced one, and who looks at the pulse, want to know of how many samples."""
+        samples = num_samples(inputs)
+        pulse.samples += samples
+        self.forward_samples += samples
+        self.forward_start_ns = trace.now_ns()
 
     def bucket_full(self, bucket: Bucket) -> None:
         if self.current is not None:
@@ -99,14 +122,18 @@ class Timeline(Listener):
             future.add_done_callback(lambda _: _finish(times))
 
     def backward_ended(self) -> None:
+        pulse.enters(WAITING)
         if self.current is not None:
             self.current.backward_end_ns = trace.now_ns()
 
     def pass_failed(self) -> None:
+        pulse.enters(COMPUTING)
         self.current = None
 
     def pass_ended(self) -> None:
         """All buckets are back: close the record and hand it to the trace."""
+        pulse.enters(COMPUTING)
+        pulse.passes += 1
         record, self.current = self.current, None
         if record is None:
             return
@@ -125,6 +152,14 @@ class Timeline(Listener):
             _emit(record, now)
 
 
+def num_samples(inputs: object) -> int:
+    """The length of the first tensor among a forward's inputs, by custom its number of samples; 0 if none is found."""
+    values = inputs
+    while isinstance(values, (tuple, list, dict)) and values:
+        values = next(iter(values.values())) if isinstance(values, dict) else values[0]
+    return values.shape[0] if isinstance(values, torch.Tensor) and values.dim() else 0
+
+
 def _finish(times: BucketTimes) -> None:
     times.finished_ns = trace.now_ns()
 
@@ -134,7 +169,7 @@ def _emit(record: StepTimes, now: int) -> None:
     if recorder is None:
         return
     step = record.step
-    recorder.span(trace.FORWARD, record.forward_start_ns, record.forward_end_ns, step=step)
+    recorder.span(trace.FORWARD, record.forward_start_ns, record.forward_end_ns, step=step, samples=record.samples)
     recorder.span(trace.BACKWARD, record.backward_start_ns, record.backward_end_ns, step=step)
     recorder.span(trace.WAITING, record.backward_end_ns, now, step=step)
     for index, times in enumerate(record.buckets):

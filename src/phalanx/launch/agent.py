@@ -10,6 +10,7 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 import sys
 import time
 import uuid
@@ -128,6 +129,8 @@ class Outcome:
     signal: signal.Signals | None = None
     elsewhere: str = ""
     """What ended the run on another host, in that host's words."""
+    met: bool | None = None
+    """Whether the workers looked for each other; None where that is not known."""
 
     @property
     def exitcode(self) -> int:
@@ -166,7 +169,7 @@ def _start_and_watch(settings: LaunchSettings, directory: RunDirectory, sink: Si
     result: RunResult | None = None
     ended_by: signal.Signals | None = None
     failure: FailureSummary | None = None
-    elsewhere = ""
+    elsewhere, met = "", None
     try:
         try:
             agent = _Agent(
@@ -183,8 +186,9 @@ def _start_and_watch(settings: LaunchSettings, directory: RunDirectory, sink: Si
         if result is not None and result.is_failed():
             failure = summarize(directory, logs.attempt, _exitcodes(logs, result), keeper.tails(), agent.terminated)
     finally:
+        met = rendezvous.workers_met()
         elsewhere = rendezvous.leave(_words(failure, ended_by, result)) or elsewhere
-    return Outcome(0.0, failure, ended_by, "" if ended_by else elsewhere)
+    return Outcome(0.0, failure, ended_by, "" if ended_by else elsewhere, met)
 
 
 def _run(agent: LocalElasticAgent) -> tuple[RunResult | None, signal.Signals | None, str]:
@@ -321,6 +325,9 @@ def _opening_facts(settings: LaunchSettings) -> dict[str, Any]:
         "nodes": [settings.min_nodes, settings.max_nodes],
         "tracing": settings.tracing,
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "started_ns": time.time_ns(),
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
         "state": "running",
     }
 

@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from torch import distributed as dist
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from phalanx.comm.failure.folding import fold
 from phalanx.errors import CollectiveTimeout, PeerFailure
@@ -36,6 +35,8 @@ from phalanx.launch.rundir import open_private
 from phalanx.launch.store import answer_env_rendezvous
 from phalanx.launch.worker import TRACE_DIRECTORY
 from phalanx.observe import trace
+from phalanx.observe.live.pulse import STATUS_FILE, Beat
+from phalanx.observe.live.seen import see_losses, see_optimizers
 from phalanx.swap.install import SWAP, install
 
 AGENT_PID = "PHALANX_AGENT_PID"
@@ -50,6 +51,7 @@ def main(arguments: list[str]) -> None:
     """Run `arguments` (`script.py …`, or `--module name …`) as this worker's program."""
     _end_with_agent()
     _dump_stacks_when_ended()
+    beat = _beat()
     _trace_from_the_start()
     answer_env_rendezvous(os.environ)
     if os.environ.get(SWAP) == "1":
@@ -70,6 +72,19 @@ def main(arguments: list[str]) -> None:
         sys.exit(1)
     finally:
         trace.stop()
+        if beat is not None:
+            beat.close()
+
+
+def _beat() -> Beat | None:
+    """Tell who looks what this rank is doing, from now on."""
+    path = os.environ.get(STATUS_FILE)
+    if not path:
+        return None
+    try:
+        return Beat(path, int(os.environ["RANK"]))
+    except OSError:
+        return None  # a full disk; the launcher says so
 
 
 def _run(arguments: list[str]) -> None:
@@ -111,9 +126,11 @@ def _dump_stacks_when_ended() -> None:
 def _trace_from_the_start() -> None:
     directory = os.environ.get(TRACE_DIRECTORY)
     if not directory:
+        see_optimizers(None)
         return
     recorder = trace.start(directory, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
-    _trace_optimizers(recorder)
+    see_optimizers(recorder)
+    see_losses(recorder)
     show = warnings.showwarning
 
     def record_and_show(message: Any, category: type[Warning], *where: Any, **options: Any) -> None:
@@ -121,22 +138,6 @@ def _trace_from_the_start() -> None:
         show(message, category, *where, **options)
 
     warnings.showwarning = record_and_show
-
-
-def _trace_optimizers(recorder: trace.Recorder) -> None:
-    """A span for every optimizer step of the script, whatever the optimizer."""
-    started: dict[int, int] = {}
-
-    def before(optimizer: Any, *arguments: Any) -> None:
-        started[id(optimizer)] = trace.now_ns()
-
-    def after(optimizer: Any, *arguments: Any) -> None:
-        start = started.pop(id(optimizer), None)
-        if start is not None:
-            recorder.span(trace.OPTIMIZER, start, trace.now_ns())
-
-    register_optimizer_step_pre_hook(before)
-    register_optimizer_step_post_hook(after)
 
 
 def _record_failure(error: BaseException) -> None:

@@ -33,6 +33,8 @@ class Environment:
     local_world: int
     host: str | None = None
     port: int | None = None
+    hosts: int | None = None
+    """How many hosts take part, where the launcher says so; the same on every rank, unlike `local_world`."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world:
@@ -50,6 +52,14 @@ class Environment:
     def one_host(self) -> bool:
         """Whether the launcher started every rank on this host."""
         return self.local_world == self.world
+
+    @property
+    def shares_hosts(self) -> bool:
+        """Whether some host holds several ranks, as far as is known. All ranks must come to the same answer.
+
+        So a rank's own `local_world` counts only where it is the whole world: hosts may hold unequally many.
+        """
+        return self.world > (1 if self.one_host else self.hosts or self.world)
 
 
 def detect(environ: Mapping[str, str], parent_pid: int = 0) -> Environment:
@@ -90,6 +100,9 @@ class _Variables:
                 f"environment variable {name} should be a whole number, got {self._environ[name]!r}"
             ) from None
 
+    def optional_number(self, *names: str) -> int | None:
+        return self.number(*names) if any(name in self for name in names) else None
+
     def port(self, identity: int) -> int:
         derived = _DERIVED_PORTS[identity % len(_DERIVED_PORTS)] if identity else DEFAULT_PORT
         return self.number("MASTER_PORT", default=derived)
@@ -110,6 +123,7 @@ def _torchrun(variables: _Variables, parent_pid: int) -> Environment | None:
         local_world=variables.number("LOCAL_WORLD_SIZE", default=world if together else 1),
         host=host,
         port=variables.number("MASTER_PORT", default=DEFAULT_PORT),
+        hosts=variables.optional_number("GROUP_WORLD_SIZE"),
     )
 
 
@@ -131,6 +145,7 @@ def _slurm(variables: _Variables, parent_pid: int) -> Environment | None:
         local_world=tasks_on_node(counts, node) if counts else world,
         host=variables.text("MASTER_ADDR") or (first_host(hosts) if hosts else LOOPBACK),
         port=variables.port(identity),
+        hosts=variables.optional_number("SLURM_STEP_NUM_NODES", "SLURM_NNODES"),
     )
 
 

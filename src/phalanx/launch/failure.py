@@ -66,7 +66,8 @@ class FailureSummary:
             ranks = f"rank {gone[0]}" if len(gone) == 1 else f"ranks {', '.join(gone)}"
             return (
                 f"{ranks} had finished while rank {self.first.rank} still waited for gradients: fewer steps were taken "
-                "there. Give every rank equally many batches, or train inside `with model.join():`."
+                "there. Give every rank equally many batches, as worker.loader(loader, model) does, or train inside "
+                "`with model.join():`."
             )
         if self.first.exitcode == -signal.SIGKILL and self.first.at_ns is None:
             return (

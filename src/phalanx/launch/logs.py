@@ -24,6 +24,7 @@ from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 from phalanx.comm.failure.waiting import Notice
 from phalanx.launch.rundir import RunDirectory, open_private
 from phalanx.launch.worker import TRACE_DIRECTORY
+from phalanx.observe.live.pulse import STATUS_FILE
 
 STACKS_FILE = "PHALANX_STACKS_FILE"
 """Environment variable: where a worker writes its stacks when it is told to end."""
@@ -242,6 +243,7 @@ class RankLogs(LogsSpecs):
             files = self._directory.rank(self.attempt, rank)
             environ["TORCHELASTIC_ERROR_FILE"] = str(files.error)
             environ[STACKS_FILE] = str(files.stacks)
+            environ[STATUS_FILE] = str(files.status)
             if self._tracing:
                 environ[TRACE_DIRECTORY] = str(self._directory.attempt(self.attempt))
             self._prepare(environ)

@@ -40,6 +40,10 @@ class Rendezvous(RendezvousHandler):
     def prepare(self, environ: MutableMapping[str, str]) -> None:
         """Add to a worker's environment what it needs to meet the others; called at each start."""
 
+    def workers_met(self) -> bool | None:
+        """Whether any worker has looked for the others; None where that cannot be told."""
+        return None
+
     def leave(self, words: str) -> str:
         """The run has ended here: well with empty `words`. Returns what ended it elsewhere, if that is known."""
         return ""
@@ -79,6 +83,9 @@ class OneHost(Rendezvous):
 
     def num_nodes_waiting(self) -> int:
         return 0
+
+    def workers_met(self) -> bool | None:
+        return self._store.was_used
 
     def prepare(self, environ: MutableMapping[str, str]) -> None:
         environ[RUN_STORE] = self._path

@@ -3,7 +3,7 @@
     runs/20261115-204211-train/
       run.json                       what was run, where, when, and how it ended
       attempt-0/                     one a start; the elastic agent may restart
-        rank-00000/stdout.log  stderr.log  error.json  stacks.txt
+        rank-00000/stdout.log  stderr.log  error.json  stacks.txt  status.json
         trace-rank00000.jsonl        with tracing on
 
 Owns paths, who may read them, and `run.json`; knows nothing of what the files hold. Output, tracebacks and
@@ -61,6 +61,10 @@ class RankFiles:
     @property
     def stacks(self) -> Path:
         return self.directory / "stacks.txt"
+
+    @property
+    def status(self) -> Path:
+        return self.directory / "status.json"
 
 
 class RunDirectory:

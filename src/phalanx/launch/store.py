@@ -45,6 +45,11 @@ class RunStore:
         os.fchmod(self._descriptor, 0o600)
         return f"/proc/{os.getpid()}/fd/{self._descriptor}"
 
+    @property
+    def was_used(self) -> bool:
+        """Whether a worker has written anything to it: whoever makes a process group does."""
+        return self._descriptor is not None and os.fstat(self._descriptor).st_size > 0
+
     def close(self) -> None:
         """Drop the store. Workers that hold it open keep it; closing twice is harmless."""
         if self._descriptor is not None:

@@ -9,14 +9,20 @@ from __future__ import annotations
 import atexit
 import os
 import weakref
+from collections.abc import Callable
 from datetime import timedelta
 from types import TracebackType
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader
 
 from phalanx.comm.failure import gloo_threads, last_words
 from phalanx.comm.memory.heap import keep_freed_memory
+from phalanx.data.loader import Loader
+from phalanx.data.values import Exchange, FirstOnly
 from phalanx.errors import ArgumentTypeError, ConfigError, MismatchError
 from phalanx.launch.environment import Environment, detect
 from phalanx.observe import trace
@@ -41,6 +47,8 @@ class Worker:
         self.pid = os.getpid()
         # Weak: a group that the script destroys must be able to go.
         self._group = weakref.ref(dist.group.WORLD)
+        # A group of nccl alone moves nothing that is not on a GPU.
+        self._exchange = Exchange(self.rank, self.world, device if backend == "nccl" else torch.device("cpu"))
 
     def is_of(self, group: dist.ProcessGroup | None) -> bool:
         """Whether `group` is the one this worker joined."""
@@ -50,6 +58,67 @@ class Worker:
     def is_first(self) -> bool:
         """Whether this is rank 0: the one to print, save and evaluate for everybody."""
         return self.rank == 0
+
+    # -- what training scripts need, and need not use -------------------------------------------
+
+    def loader(
+        self,
+        loader: DataLoader[Any],
+        model: nn.Module | None = None,
+        *,
+        count: Callable[[Any], Any] | None = None,
+        uneven: str | None = None,
+        split_batches: bool = False,
+        sharded: bool = False,
+    ) -> Loader:
+        """A plain DataLoader made data-parallel: each rank iterates over a part of its own. Every rank must call it.
+
+        Together the ranks take every sample once per epoch, in an order that all know; batches have the DataLoader's size
+        on each rank (`split_batches`: over all of them). Tensors arrive on this rank's device. `state_dict` and
+        `load_state_dict` save and find the place in the middle of an epoch.
+
+        For training give the wrapped `model`: each batch then counts in the mean of the gradients by its samples, or by
+        what `count(batch)` says (its tokens, say), so that unequal batches give the gradient of the global mean. Where the
+        epoch does not divide evenly, a rank without samples gets a stand-in that counts nothing (`uneven="weight"`); with
+        "drop" the incomplete rest is left out; with "join" the rank stops early, for `model.join()` and for evaluation,
+        which is the default without a model. `sharded=True`: the DataLoader gives each rank samples of its own already.
+        """
+        return Loader(loader, self._exchange, self.device, model, count, uneven, split_batches, sharded)
+
+    def mean(self, value: Any, weight: float | torch.Tensor = 1.0) -> Any:
+        """The mean of `value` over all ranks, on every rank: a number, a tensor, or a dict, list or tuple of them.
+
+        A rank counts `weight`: `worker.mean(loss, loader.count)` is the mean over all samples. Every rank must call it.
+        """
+        return self._exchange.mean(value, weight)
+
+    def gather(self, value: Any) -> Any:
+        """Every rank's value on every rank, by rank: tensors and lists joined, dicts and tuples entry by entry.
+
+        Tensors may differ in their first dimension. Other values become a list. Every rank must call it.
+        """
+        return self._exchange.gather(value)
+
+    def print(self, *values: object, **options: Any) -> None:
+        """`print` on rank 0, nothing elsewhere."""
+        if self.is_first:
+            print(*values, **{"flush": True, **options})
+
+    def first_only(self) -> FirstOnly:
+        """A part that rank 0 does for everybody, while the others wait at its end: saving, downloading, evaluating.
+
+            with worker.first_only() as mine:
+                if mine:
+                    torch.save(model.state_dict(), "model.pt")
+
+        As a decorator, `@worker.first_only()`, the function runs on rank 0 only and returns None elsewhere. If rank 0
+        raises in it, the others raise PeerFailure with its words. Every rank must come to it.
+        """
+        return FirstOnly(self._exchange)
+
+    def barrier(self) -> None:
+        """Return when every rank has come here."""
+        self._exchange.barrier()
 
     def __repr__(self) -> str:
         return (
@@ -80,11 +149,11 @@ def init(
 ) -> Worker:
     """Join the world this process was started in, and say who we are in it. Every rank must call it.
 
-    Without arguments: a GPU a local rank with nccl where there are GPUs, else the CPU; shared memory
-    ("phalanx") for CPU ranks of one host, gloo otherwise; the host's cores shared evenly between its
-    ranks unless OMP_NUM_THREADS says otherwise; freed memory is kept for the next step (`comm.memory.heap`). A
-    process started alone becomes a world of one. Calling it again returns the same worker. Fails with
-    ConfigError, before anything was joined, on an environment or an argument that cannot be honoured.
+    Without arguments: a GPU a local rank with nccl where there are GPUs, else the CPU; the backend "phalanx" (shared
+    memory on a host, one lead per host between them) for CPU ranks of which several share a host, gloo otherwise; the
+    host's cores shared evenly between its ranks unless OMP_NUM_THREADS says otherwise; freed memory is kept for the next
+    step (`comm.memory.heap`). A process started alone becomes a world of one. Calling it again returns the same worker.
+    Fails with ConfigError, before anything was joined, on an environment or an argument that cannot be honoured.
     """
     global _worker
     if _worker is not None and dist.is_initialized() and _worker.is_of(dist.group.WORLD):
@@ -200,7 +269,7 @@ def _choose_device(environment: Environment, device: str | torch.device | None) 
 def _choose_backend(environment: Environment, device: torch.device) -> str:
     if device.type == "cuda" and dist.is_nccl_available():
         return "cpu:gloo,cuda:nccl"
-    if environment.one_host and environment.world > 1 and _registered("phalanx"):
+    if environment.shares_hosts and _registered("phalanx"):
         return "phalanx"
     return "gloo"
 

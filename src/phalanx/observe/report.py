@@ -1,7 +1,7 @@
 """`phalanx report`: a run as one HTML file that needs no network to open.
 
-Owns what the page shows; how it looks is in `page/`. The page carries its data as JSON, and the plotly
-library beside it.
+Owns what the page shows; how it looks is in `page/`. The page carries its data as JSON, and the few hundred lines of
+JavaScript that draw it.
 """
 
 from __future__ import annotations
@@ -10,36 +10,36 @@ import json
 import math
 import os
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jinja2
-import plotly.offline
 
+from phalanx.launch.records import status
+from phalanx.launch.rundir import RunDirectory
 from phalanx.observe import trace
-from phalanx.observe.findings import findings
+from phalanx.observe.figures.buckets import bucket_rows
+from phalanx.observe.figures.findings import findings
+from phalanx.observe.figures.memory import UNSHARDED, memory_rows
+from phalanx.observe.figures.tails import tails
+from phalanx.observe.figures.timeline import timeline
 from phalanx.observe.run import RankTrace, Run, Scalar
 from phalanx.observe.stats import (
-    BucketTimes,
-    bucket_times,
     hidden_share,
     lateness,
+    loss_progress,
     median_pass_ns,
     passes,
     rank_times,
+    samples_per_s,
+    startup_ns,
+    tokens_per_s,
 )
-from phalanx.observe.timeline import timeline
-from phalanx.plan.buckets import BucketPlan
 
 MOST_POINTS = 800
 """A curve is thinned to this many points; the first and the last are kept."""
 
-UNSHARDED = "unsharded_state"
-"""What the optimizer would hold on every rank, in a recorded memory fact."""
-
-_CURVES = (trace.LOSS, "held_out_loss", trace.TOKENS_PER_S, trace.RESIDENT_BYTES)
+_CURVES = (trace.LOSS, trace.SEEN_LOSS, "held_out_loss", trace.TOKENS_PER_S, trace.RESIDENT_BYTES)
 
 
 def write(run: Run, path: str | Path) -> Path:
@@ -67,6 +67,8 @@ def render(run: Run) -> str:
     environment.filters["ms"] = lambda ns: f"{ns / 1e6:,.2f}"
     environment.filters["percent"] = lambda share: "none" if share is None else f"{share:.0%}"
     times = [rank_times(rank) for rank in run.ranks]
+    memory = memory_rows(run)
+    said_loss = any(rank.curve(trace.LOSS) for rank in run.ranks)
     return environment.get_template("report.html").render(
         title=_title(run),
         command=_command(run) if _command(run) != _title(run) else "",
@@ -76,15 +78,17 @@ def render(run: Run) -> str:
         failure=run.facts.get("failure"),
         times=times,
         lateness=lateness(run),
-        buckets=_bucket_rows(run),
+        buckets=bucket_rows(run),
+        reductions_whole=sum(len(passes(rank)) for rank in run.ranks),
         cuts=_cuts(run),
-        memory=_memory_rows(run),
-        sharded=any(UNSHARDED in kinds for _, kinds in _memory_rows(run)),
+        memory=memory,
+        sharded=any(UNSHARDED in kinds for _, kinds in memory),
+        loss_name=trace.LOSS if said_loss else trace.SEEN_LOSS,
+        tails=[] if run.ranks else tails(run),
         peaks=[(rank.rank, _peak(rank)) for rank in run.ranks],
         has_passes=any(passes(rank) for rank in run.ranks),
         extra_curves=_extra_curves(run),
         data=_embedded(page_data(run)),
-        plotly=plotly.offline.get_plotlyjs(),
     )
 
 
@@ -95,7 +99,7 @@ def page_data(run: Run) -> dict[str, Any]:
         "timeline": timeline(run),
         "times": [vars(rank_times(rank)) for rank in run.ranks],
         "lateness": [vars(late) for late in lateness(run)],
-        "memory": [{"rank": rank, **kinds} for rank, kinds in _memory_rows(run)],
+        "memory": [{"rank": rank, **kinds} for rank, kinds in memory_rows(run)],
         "curves": {name: _curve(run, name) for name in names},
     }
 
@@ -107,25 +111,42 @@ def tiles(run: Run) -> list[tuple[str, str, str]]:
     found.append(("Duration", _seconds(seconds), f"{len(run.ranks) or run.facts.get('nproc', '?')} ranks"))
     first = run.ranks[0] if run.ranks else None
     if first is None:
-        return found
+        return found + _tiles_of_pulses(run)
+    startup = startup_ns(run)
+    if startup is not None:
+        found.append(("Start-up", _seconds(startup / 1e9), "until the first forward"))
     usual = median_pass_ns(first)
     if usual is not None:
-        found.append(("Typical pass", f"{usual / 1e6:.1f} ms", f"{len(passes(first))} passes"))
+        found.append(("Typical pass", f"{usual / 1e6:.1f} ms", _passes_in_words(run)))
     share = hidden_share(run)
     if share is not None:
-        found.append(("Hidden", f"{share:.0%}", "of communication"))
-    loss = [point for point in first.curve(trace.LOSS) if math.isfinite(point.value)]
-    if loss:
-        found.append(("Loss", f"{loss[-1].value:.3f}", f"from {loss[0].value:.3f}"))
+        found.append(("Hidden", f"{share:.0%}", "of communication, behind compute"))
+    loss = loss_progress(run)
+    if loss is not None:
+        found.append(("Loss", f"{loss.last:.3f}", f"from {loss.first:.3f}; mean of ranks, last 20 steps"))
     held_out = first.curve("held_out_loss")
     if held_out:
         found.append(("Held-out loss", f"{held_out[-1].value:.3f}", f"from {held_out[0].value:.3f}"))
-    speed = [_late_mean(rank.curve(trace.TOKENS_PER_S)) for rank in run.ranks]
-    if any(speed):
-        found.append(("Throughput", f"{sum(speed):,.0f}", "tokens/s, all ranks"))
+    tokens, samples = tokens_per_s(run), samples_per_s(run)
+    if tokens is not None:
+        found.append(("Throughput", f"{tokens:,.0f}", "tokens/s, all ranks"))
+    elif samples is not None:
+        found.append(("Throughput", f"{samples:,.0f}", "samples/s, all ranks"))
     peak = max(_peak(rank) for rank in run.ranks)
     if peak:
         found.append(("Memory", f"{peak / 1e6:,.0f} MB", "peak, fullest rank"))
+    return found
+
+
+def _tiles_of_pulses(run: Run) -> list[tuple[str, str, str]]:
+    """What the ranks of an untraced run said of themselves last."""
+    ranks = status.read(RunDirectory(run.path))
+    found = []
+    if any(one.step for one in ranks):
+        rate = min(one.steps_per_s for one in ranks)
+        found.append(("Steps", str(min(one.step for one in ranks)), f"{rate:.3g} steps/s in the last seconds"))
+    if ranks:
+        found.append(("Memory", f"{max(one.resident for one in ranks) / 1e6:,.0f} MB", "at last, fullest rank"))
     return found
 
 
@@ -151,10 +172,11 @@ def _seconds(seconds: float) -> str:
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
 
 
-def _late_mean(points: Sequence[Scalar]) -> float:
-    """The mean of the second half: what the run settled at."""
-    half = [point.value for point in points[len(points) // 2 :]]
-    return sum(half) / len(half) if half else 0.0
+def _passes_in_words(run: Run) -> str:
+    first = run.ranks[0]
+    count = len(passes(first))
+    reductions = len(first.named(trace.REDUCE)) / count
+    return f"{count} passes, {reductions:.3g} reductions each"
 
 
 def _peak(rank: RankTrace) -> float:
@@ -189,54 +211,14 @@ def _extra_curves(run: Run) -> list[str]:
     return [name for name in names if name not in _CURVES and re.fullmatch(r"[\w ./-]{1,60}", name)]
 
 
-@dataclass(frozen=True)
-class _BucketRow:
-    bucket: int
-    bytes: int
-    times: BucketTimes | None
-    names: tuple[str, ...]
-
-
-def _bucket_rows(run: Run) -> list[_BucketRow]:
-    """What the plan says of each bucket beside what was measured; either may be missing."""
-    measured = {times.bucket: times for times in bucket_times(run)}
-    plan = _plan(run)
-    planned = {} if plan is None else {bucket.index: bucket for bucket in plan.buckets}
-    rows = []
-    for index in sorted(measured.keys() | planned.keys()):
-        times, bucket = measured.get(index), planned.get(index)
-        names: tuple[str, ...] = ()
-        if plan is not None and bucket is not None:
-            names = tuple(plan.specs[slot.param].name for slot in bucket.slots)
-        size = bucket.num_bytes if bucket is not None else (times.bytes if times is not None else 0)
-        rows.append(_BucketRow(index, size, times, names))
-    return rows
-
-
-def _plan(run: Run) -> BucketPlan | None:
-    """The plan that the first rank to record one ended with."""
-    for rank in run.ranks:
-        if trace.PLAN in rank.facts:
-            return BucketPlan.from_json(rank.facts[trace.PLAN])
-    return None
-
-
 def _cuts(run: Run) -> str:
     """The picture of what the compiler cut on the first rank that recorded it; "" if nothing was compiled."""
-    from phalanx.compile.picture import draw
-    from phalanx.compile.stitch import CUTS
+    found = [rank.facts[trace.CUTS] for rank in run.ranks if trace.CUTS in rank.facts]
+    if not found:
+        return ""
+    from phalanx.compile.picture import draw  # imports the compiler, and torch with it
 
-    found = [rank.facts[CUTS] for rank in run.ranks if CUTS in rank.facts]
-    return draw(found[0]) if found else ""
-
-
-def _memory_rows(run: Run) -> list[tuple[int, dict[str, float]]]:
-    found = []
-    for rank in run.ranks:
-        fact = rank.facts.get(trace.MEMORY)
-        if isinstance(fact, dict):
-            found.append((rank.rank, {k: float(v) for k, v in fact.items() if isinstance(v, int | float)}))
-    return found
+    return draw(found[0])
 
 
 def _embedded(value: Any) -> str:

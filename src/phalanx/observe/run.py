@@ -80,6 +80,8 @@ class Run:
     path: Path
     facts: dict[str, Any]
     ranks: list[RankTrace]
+    began_wall_ns: int | None = None
+    """The wall clock at the run's first event."""
 
     @property
     def duration_ns(self) -> int:
@@ -108,9 +110,12 @@ def load(path: str | Path) -> Run:
     for one in raw:
         _check(one)
     try:
-        return Run(root, facts, [_place(events, zero) for events, zero in zip(raw, _zeros(raw), strict=True)])
+        zeros = _zeros(raw)
+        wall = [one.header["wall_ns"] - one.header["perf_ns"] + zero for one, zero in zip(raw, zeros, strict=True)]
+        ranks = [_place(events, zero) for events, zero in zip(raw, zeros, strict=True)]
     except TypeError as error:
         raise StateError(f"{root} is malformed: an event holds a moment that is none ({error}).") from error
+    return Run(root, facts, ranks, min(wall, default=None))
 
 
 @dataclass
@@ -180,6 +185,11 @@ def _zeros(raw: list[_RawTrace]) -> list[int]:
     ]
     first = min(firsts, default=0)
     return [first - offset for offset in offsets]
+
+
+def place_events(header: dict[str, Any], events: list[list[Any]]) -> RankTrace:
+    """Events of one rank as they are read from its file, times as they are there."""
+    return _place(_RawTrace(Path(), header, events), 0)
 
 
 def _place(raw: _RawTrace, zero: int) -> RankTrace:

@@ -6,13 +6,20 @@ between ranks by their order.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from phalanx.observe import trace
 from phalanx.observe.intervals import Interval, clip, difference, intersection, length, union
-from phalanx.observe.run import RankTrace, Run, Span
+from phalanx.observe.run import RankTrace, Run, Scalar, Span
+
+SMOOTHED_STEPS = 20
+"""A loss is shown as the mean of so many steps."""
+
+T = TypeVar("T")
 
 COMPUTE = (trace.FORWARD, trace.BACKWARD, trace.OPTIMIZER)
 COMMUNICATION = (trace.REDUCE, trace.GATHER)
@@ -60,6 +67,8 @@ class Lateness:
     mean_ns: float
     share_last: float
     """The share of passes in which it arrived last."""
+    caused_ns: int
+    """How long the others stood still, all together, in the passes in which it arrived last: what it is to blame for."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +78,7 @@ class BucketTimes:
     bucket: int
     bytes: int
     count: int
+    """Reductions, of all ranks together."""
     mean_ns: float
     hidden_share: float
 
@@ -143,40 +153,49 @@ def lateness(run: Run) -> list[Lateness]:
         return []
     firsts = [min(times[k] for times in arrivals) for k in range(count)]
     lasts = [max(times[k] for times in arrivals) for k in range(count)]
+    idle = [sum(lasts[k] - times[k] for times in arrivals) for k in range(count)]
     return [
         Lateness(
             rank=rank.rank,
             mean_ns=statistics.fmean(times[k] - firsts[k] for k in range(count)),
             share_last=sum(times[k] == lasts[k] for k in range(count)) / count,
+            caused_ns=sum(idle[k] for k in range(count) if times[k] == lasts[k]),
         )
         for rank, times in zip(run.ranks, arrivals, strict=True)
     ]
 
 
 def bucket_times(run: Run) -> list[BucketTimes]:
-    """Each bucket's reductions over the run."""
-    spans: dict[int, list[tuple[Span, float]]] = {}
+    """Each bucket's collectives over the run: reductions, and gathers where parameters are sharded."""
+    spans: dict[int, list[tuple[Span, int]]] = {}
     for rank in run.ranks:
         busy = working(rank)
-        for span in rank.named(trace.REDUCE):
+        for span in rank.named(*COMMUNICATION):
             if span.bucket is not None:
-                hidden = length(clip(busy, span.start, span.end)) / max(1, span.end - span.start)
-                spans.setdefault(span.bucket, []).append((span, hidden))
-    return [
-        BucketTimes(
-            bucket=bucket,
-            bytes=max(int(span.attrs.get("bytes", 0)) for span, _ in found),
-            count=len(found),
-            mean_ns=statistics.fmean(span.end - span.start for span, _ in found),
-            hidden_share=statistics.fmean(hidden for _, hidden in found),
-        )
-        for bucket, found in sorted(spans.items())
-    ]
+                spans.setdefault(span.bucket, []).append((span, length(clip(busy, span.start, span.end))))
+    return [_of_bucket(bucket, found) for bucket, found in sorted(spans.items())]
+
+
+def _of_bucket(bucket: int, found: list[tuple[Span, int]]) -> BucketTimes:
+    # By time, as for the whole run: one bucket's share is the run's where there is only one.
+    whole = sum(span.end - span.start for span, _ in found)
+    return BucketTimes(
+        bucket=bucket,
+        bytes=max(int(span.attrs.get("bytes", 0)) for span, _ in found),
+        count=sum(span.name == trace.REDUCE for span, _ in found),
+        mean_ns=whole / len(found),
+        hidden_share=sum(hidden for _, hidden in found) / max(1, whole),
+    )
 
 
 def hidden_share(run: Run) -> float | None:
     """The share of all ranks' communication that was hidden behind compute; None when there was none."""
-    times = [rank_times(rank) for rank in run.ranks]
+    return hidden_share_of(run.ranks)
+
+
+def hidden_share_of(ranks: Sequence[RankTrace]) -> float | None:
+    """The same of some ranks, or of a part of their traces."""
+    times = [rank_times(rank) for rank in ranks]
     communication = sum(one.communication for one in times)
     return sum(one.hidden for one in times) / communication if communication else None
 
@@ -185,3 +204,63 @@ def median_pass_ns(rank: RankTrace) -> float | None:
     """The usual length of a pass, the first left out because it warms up; None without passes."""
     lengths = [one.end - one.start for one in passes(rank)]
     return statistics.median(lengths[1:] or lengths) if lengths else None
+
+
+@dataclass(frozen=True)
+class Progress:
+    """A curve's beginning and end, one number each: means over the ranks, and over a few steps where they vary."""
+
+    first: float
+    last: float
+
+
+def loss_progress(run: Run) -> Progress | None:
+    """The loss at the first step, and over the last `SMOOTHED_STEPS` of them: means over the ranks. None without any."""
+    curves = [[point.value for point in loss_curve(rank) if math.isfinite(point.value)] for rank in run.ranks]
+    known = [curve for curve in curves if curve]
+    if not known:
+        return None
+    last = statistics.fmean(recent_mean(curve) for curve in known)
+    return Progress(statistics.fmean(curve[0] for curve in known), last)
+
+
+def recent_mean(values: Sequence[float]) -> float:
+    """Over the last `SMOOTHED_STEPS`: single steps vary too much to be read."""
+    return statistics.fmean(values[-SMOOTHED_STEPS:])
+
+
+def loss_curve(rank: RankTrace) -> list[Scalar]:
+    """What the script said of its loss, or else what was seen of it."""
+    return rank.curve(trace.LOSS) or rank.curve(trace.SEEN_LOSS)
+
+
+def tokens_per_s(run: Run) -> float | None:
+    """All ranks together, over the second half of the run, when it has settled; None where the script says nothing."""
+    halves = [_second_half([point.value for point in rank.curve(trace.TOKENS_PER_S)]) for rank in run.ranks]
+    return sum(statistics.fmean(half) for half in halves if half) if any(halves) else None
+
+
+def samples_per_s(run: Run) -> float | None:
+    """Samples that went through the model, all ranks together, over the second half of the passes; None if not seen."""
+    total = 0.0
+    for rank in run.ranks:
+        half = _second_half(passes(rank))
+        seconds = (half[-1].end - half[0].start) / 1e9 if half else 0.0
+        if seconds > 0:
+            seen = [span for span in rank.named(trace.FORWARD) if half[0].start <= span.start < half[-1].end]
+            total += sum(int(span.attrs.get("samples", 0)) for span in seen) / seconds
+    return total or None
+
+
+def startup_ns(run: Run) -> int | None:
+    """From the launcher's start to the first forward of the slowest rank; None where either is not known."""
+    began = run.facts.get("started_ns")
+    firsts = [min((span.start for span in rank.named(trace.FORWARD)), default=None) for rank in run.ranks]
+    known = [first for first in firsts if first is not None]
+    if not isinstance(began, int) or not known or run.began_wall_ns is None:
+        return None
+    return max(0, run.began_wall_ns + max(known) - began)
+
+
+def _second_half(values: Sequence[T]) -> Sequence[T]:
+    return values[len(values) // 2 :]

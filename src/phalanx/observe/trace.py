@@ -30,7 +30,7 @@ from typing import Any
 from phalanx.errors import ConfigError
 
 # The vocabulary. A span with another name is kept and drawn, but belongs to no total.
-FORWARD = "forward"  # span: one forward of the wrapped module
+FORWARD = "forward"  # span: one forward of the wrapped module; `samples` in its first tensor
 BACKWARD = "backward"  # span: from the first gradient to the end-of-backward callback
 BUCKET_FILLED = "bucket_filled"  # instant: the last gradient of `bucket` arrived
 REDUCE = "reduce"  # span: launch to finish of one bucket's reduction; `bucket`, `bytes`, `ready_ns`
@@ -41,7 +41,9 @@ WARNING = "warning"  # instant: something the user should read; `text`
 FAILURE = "failure"  # instant: an exception that ended the rank; `text`, `traceback`
 PLAN = "plan"  # fact: the bucket plan as its JSON value
 MEMORY = "memory"  # fact: bytes by kind (state, gradients, parameters, unsharded, ...)
-LOSS = "loss"  # scalar
+CUTS = "cuts"  # fact: what the compiler cut, as Explanation.to_json gives it
+LOSS = "loss"  # scalar: what the script says
+SEEN_LOSS = "seen_loss"  # scalar: what backward was called on, where the script says nothing
 TOKENS_PER_S = "tokens_per_s"  # scalar
 RESIDENT_BYTES = "resident_bytes"  # scalar, sampled by the recorder itself
 

@@ -249,6 +249,11 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         grads = [param.grad for param in self._all_params if param.grad is not None]
         return clip_shards(shards, grads, max_norm, norm_type, error_if_nonfinite, self._sharded.collectives)
 
+    @property
+    def local_state_bytes(self) -> int:
+        """Bytes of optimizer state on this rank, without asking the others; `memory` asks."""
+        return self._sharded.local.num_state_bytes
+
     def memory(self) -> MemoryReport:
         """Bytes of state, gradients and parameters on each rank, and without sharding. Every rank calls it."""
         scatter = None if self._overlap is None else self._overlap.scatter

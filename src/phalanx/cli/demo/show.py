@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import click
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
@@ -18,16 +17,19 @@ from rich.table import Table
 from rich.text import Text
 
 from phalanx.cli.console import bytes_in_words, console, say
-from phalanx.cli.demo.train import MARK, Settings, as_argument
+from phalanx.cli.demo.settings import Settings
+from phalanx.cli.demo.train import MARK, as_argument
 from phalanx.cli.run import show_failure
 from phalanx.launch.agent import LaunchSettings, launch
 from phalanx.launch.rundir import RunDirectory
 from phalanx.observe import report
-from phalanx.observe.run import load
-from phalanx.observe.stats import hidden_share
+from phalanx.observe.live.follow import RecentTraces
+from phalanx.observe.run import Run, load
+from phalanx.observe.stats import SMOOTHED_STEPS, hidden_share, loss_progress, tokens_per_s
 
 _SPARKS = "▁▂▃▄▅▆▇█"
 _PLAIN_EVERY_S = 10.0
+_LOOK_EVERY_S = 2.0
 
 
 @dataclass
@@ -53,7 +55,8 @@ class Story:
         elif event == "step":
             self.steps[rank] = facts
             if rank == 0:
-                self.losses.append(facts["loss"])
+                # The mean of the ranks, as in the report; each gives the mean of its last steps.
+                self.losses.append(sum(one["loss"] for one in self.steps.values()) / len(self.steps))
         elif event == "end":
             self.ends[rank] = facts
         elif event == "sample":
@@ -80,8 +83,11 @@ def spark_line(values: list[float], width: int) -> str:
 class Display:
     """The live view: a progress bar, the loss curve, and a line a rank."""
 
-    def __init__(self, story: Story) -> None:
+    def __init__(self, story: Story, traces: RecentTraces) -> None:
         self.story = story
+        self._traces = traces
+        self._hidden: dict[int, float | None] = {}
+        self._looked = 0.0
         self._progress = Progress(
             TextColumn("[bold]training"),
             BarColumn(bar_width=None),
@@ -107,34 +113,30 @@ class Display:
 
     def _ranks(self) -> Table:
         table = Table(box=None, padding=(0, 2), pad_edge=False, header_style="dim")
-        for title in ("rank", "tokens/s", "communication hidden", "memory"):
+        for title in ("rank", "tokens/s", "communication hidden, last 10 s", "memory"):
             table.add_column(title, justify="right")
+        if time.monotonic() - self._looked > _LOOK_EVERY_S:
+            self._looked, self._hidden = time.monotonic(), self._traces.hidden()
         for rank, facts in sorted(self.story.steps.items()):
+            hidden = self._hidden.get(rank)
             table.add_row(
                 str(rank),
                 f"{facts['tokens_per_s']:,.0f}",
-                f"{facts['hidden']:.0%}",
+                "" if hidden is None else f"{hidden:.0%}",
                 bytes_in_words(facts["resident"]),
             )
         return table
 
 
-@click.command("demo", short_help="Train a small GPT on this machine and show what happens.")
-@click.option("-n", "--nproc", type=click.IntRange(1), default=2, help="Workers.")
-@click.option("--steps", type=click.IntRange(1), default=Settings.num_steps, help="At most this many.")
-@click.option("--seconds", type=click.FloatRange(1), default=Settings.seconds, help="About this long at most.")
-@click.option("--sample", type=click.IntRange(1), default=Settings.sample_length, help="Characters to write.")
-@click.option("--run-dir", default="runs", metavar="DIR", help="Where the run is kept.")
-def command(nproc: int, steps: int, seconds: float, sample: int, run_dir: str) -> int:
-    """Train a small character GPT on the documentation that Python ships, and report on it."""
+def show(settings: Settings, nproc: int, run_dir: str) -> int:
+    """Train, show it live, report; the command's exit code."""
     directory = RunDirectory.create(run_dir, "demo")
     directory.record(title="phalanx demo", shown="phalanx demo")
-    settings = Settings(num_steps=steps, seconds=seconds, sample_length=sample)
     story = Story()
     terminal = console()
     module = "phalanx.cli.demo.train"
     launched = LaunchSettings(("--module", module, as_argument(settings)), nproc, tracing=True)
-    with _shown(story, terminal) as hear:
+    with RecentTraces(directory.attempt(0)) as traces, _shown(story, terminal, traces) as hear:
         outcome = launch(launched, directory, hear)
     if outcome.failure is not None:
         show_failure(outcome.failure, directory)
@@ -149,9 +151,9 @@ def command(nproc: int, steps: int, seconds: float, sample: int, run_dir: str) -
 class _shown:
     """Shows a story while the body runs: live on a terminal, else a line now and then."""
 
-    def __init__(self, story: Story, terminal: Console) -> None:
+    def __init__(self, story: Story, terminal: Console, traces: RecentTraces) -> None:
         self._story, self._terminal = story, terminal
-        self._live = Live(Display(story), console=terminal, refresh_per_second=8)
+        self._live = Live(Display(story, traces), console=terminal, refresh_per_second=8)
         self._last = time.monotonic()
 
     def __enter__(self) -> Callable[[int, str, str], None]:
@@ -175,27 +177,29 @@ class _shown:
 def _close(story: Story, directory: RunDirectory, terminal: Console) -> Path:
     terminal.print(Panel(Text(story.sample), title="what it writes now", border_style="green", padding=(0, 1)))
     run = load(directory.root)
-    terminal.print(closing_table(story, hidden_share(run)))
+    terminal.print(closing_table(story, run))
     page = report.write(run, directory.root / "report.html")
     terminal.print(f"\nThe whole run, step by step: [bold cyan]{page}[/]  (open it in a browser)")
     return page
 
 
-def closing_table(story: Story, hidden: float | None) -> Table:
-    """The run in a few lines."""
+def closing_table(story: Story, run: Run) -> Table:
+    """The run in a few lines; every number is the report's own."""
     first, start = story.ends[0], story.starts[0]
     held = max(end["memory"]["state"] for end in story.ends.values())
     whole = first["memory"]["unsharded_state"]
-    speed = sum(facts["tokens_per_s"] for facts in story.steps.values())
+    hidden, loss, speed = hidden_share(run), loss_progress(run), tokens_per_s(run)
     identical = all(end["identical"] for end in story.ends.values())
     table = Table(box=None, padding=(0, 2), show_header=False, pad_edge=False)
     table.add_column(style="dim")
     table.add_column(style="bold")
     chance = f"{start['parameters'] / 1e6:.2f} million parameters, {start['world']} ranks on {start['backend']}"
     table.add_row("model", chance)
-    table.add_row("loss", f"{first['loss'][0]:.3f} → {first['loss'][1]:.3f}")
+    if loss is not None:
+        table.add_row("loss", f"{loss.first:.3f} → {loss.last:.3f}, mean of ranks and of the last {SMOOTHED_STEPS} steps")
     table.add_row("held-out loss", f"{first['held_out'][0]:.3f} → {first['held_out'][1]:.3f}")
-    table.add_row("throughput", f"{speed:,.0f} tokens/s, all ranks")
+    if speed is not None:
+        table.add_row("throughput", f"{speed:,.0f} tokens/s, all ranks, second half of the run")
     table.add_row("communication hidden", "none to hide" if hidden is None else f"{hidden:.0%}")
     table.add_row("optimizer memory", f"{bytes_in_words(held)} a rank; unsharded {bytes_in_words(whole)}")
     table.add_row("replicas identical", "[green]yes, compared bit for bit[/]" if identical else "[red]NO[/]")

@@ -10,7 +10,7 @@ import json
 import math
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -18,9 +18,11 @@ import torch.distributed as dist
 
 import phalanx
 from phalanx.cli.demo.gpt import GPT, GPTShape, next_token_loss
+from phalanx.cli.demo.settings import Settings
 from phalanx.cli.demo.text import Text, batch, pieces_in_order
 from phalanx.launch.worker import Worker, init
 from phalanx.observe import trace
+from phalanx.observe.stats import recent_mean
 
 MARK = "@demo "
 PROMPT = 'The "for" statement'
@@ -28,20 +30,6 @@ _CALIBRATION_STEPS = 12
 _TELL_EVERY = 5
 _EVALUATED_PIECES = 128
 _EVALUATIONS = 8
-
-
-@dataclass(frozen=True)
-class Settings:
-    """The demo's numbers; sizes are for each rank."""
-
-    num_steps: int = 1400
-    seconds: float = 80.0
-    width: int = 128
-    num_layers: int = 4
-    context: int = 64
-    batch_size: int = 8
-    learning_rate: float = 3e-3
-    sample_length: int = 320
 
 
 class Training:
@@ -53,7 +41,9 @@ class Training:
         torch.manual_seed(0)
         shape = GPTShape(len(self.text.characters), settings.context, settings.width, settings.num_layers, 4)
         self.gpt = GPT(shape).to(worker.device)
-        self.model = phalanx.DistributedDataParallel(self.gpt, gradient_as_bucket_view=True)
+        self.model = phalanx.DistributedDataParallel(
+            self.gpt, gradient_as_bucket_view=True, bucket_cap_mb=settings.bucket_cap_mb
+        )
         self.optimizer = phalanx.ZeroRedundancyOptimizer(
             self.model.parameters(),
             torch.optim.AdamW,
@@ -138,7 +128,6 @@ def run(worker: Worker, settings: Settings) -> None:
     before = training.held_out_loss()
     trace.scalar("held_out_loss", 0, before)
     first, last, after = _train(training)
-    trace.fact(trace.PLAN, training.model.plan.to_json())
     memory = training.memory()
     trace.fact(trace.MEMORY, memory)
     identical = training.replicas_identical()
@@ -177,36 +166,24 @@ def _train(training: Training) -> tuple[float, float, float]:
             trace.scalar("held_out_loss", step, held_out)
         if step % _TELL_EVERY == 0 or step == num_steps:
             _tell_step(training, step, num_steps, losses, seconds)
-    return losses[0], _recent_mean(losses), held_out
-
-
-def _recent_mean(values: list[float]) -> float:
-    recent = values[-20:]
-    return sum(recent) / len(recent)
+    return losses[0], recent_mean(losses), held_out
 
 
 def _tell_step(
     training: Training, step: int, num_steps: int, losses: list[float], seconds: list[float]
 ) -> None:
     tokens = training.settings.batch_size * training.settings.context
-    speed = tokens / _recent_mean(seconds)
+    speed = tokens / recent_mean(seconds)
     trace.scalar(trace.TOKENS_PER_S, step, speed)
     tell(
         event="step",
         rank=training.worker.rank,
         step=step,
         num_steps=num_steps,
-        loss=_recent_mean(losses),
+        loss=recent_mean(losses),
         tokens_per_s=speed,
-        hidden=_hidden(training),
         resident=trace.resident_bytes(),
     )
-
-
-def _hidden(training: Training) -> float:
-    """The share of communication hidden behind backward so far; single steps vary too much to be read."""
-    times = training.model.timeline
-    return times.sum_hidden_ns / times.sum_communication_ns if times.sum_communication_ns else 0.0
 
 
 def main(arguments: str) -> None:

@@ -2,28 +2,11 @@
 const data = JSON.parse(document.getElementById("run-data").textContent);
 const root = document.documentElement;
 const RANKS = ["#3d7ab8", "#c2693d", "#3f9c7c", "#9a62b3", "#b39a2f", "#c0517f", "#4a8f9f", "#7d7d7d"];
-const options = { displayModeBar: false, responsive: true };
-
-const colour = (name) => getComputedStyle(root).getPropertyValue("--" + name).trim();
-let current = 0;
 const ofRank = (rank) => RANKS[rank % RANKS.length];
-const show = (element, traces, layout) => Plotly.react(element, traces, layout, options);
+let current = 0;
+let zoom = null;
 
-function layout(extra) {
-  const axis = { gridcolor: colour("line"), zerolinecolor: colour("line"), linecolor: colour("line"), automargin: true };
-  const base = {
-    paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
-    font: { family: getComputedStyle(document.body).fontFamily, size: 13, color: colour("ink") },
-    margin: { l: 48, r: 12, t: 8, b: 42 }, hoverlabel: { font: { size: 13 } },
-    legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 0, traceorder: "normal" },
-  };
-  const merged = { ...base, ...extra };
-  merged.xaxis = { ...axis, ...(extra.xaxis || {}) };
-  merged.yaxis = { ...axis, ...(extra.yaxis || {}) };
-  if (merged.xaxis.title) merged.xaxis.title = { ...merged.xaxis.title, standoff: 8, font: { size: 13, color: colour("soft") } };
-  return merged;
-}
-
+/* Curves ------------------------------------------------------------------------------------------------ */
 function smooth(values) {
   const reach = Math.max(2, Math.round(values.length / 40));
   return values.map((_, at) => {
@@ -32,7 +15,6 @@ function smooth(values) {
   });
 }
 
-/* Curves ------------------------------------------------------------------------------------------------ */
 function drawCurves() {
   for (const section of document.querySelectorAll("section[data-curves]")) {
     const names = section.dataset.curves.split(",").filter((name) => (data.curves[name] || []).length);
@@ -41,151 +23,174 @@ function drawCurves() {
     const bytes = names[0] === "resident_bytes";
     // Held-out loss is the same on every rank, evaluated together.
     const curves = (name) => (name === "held_out_loss" ? data.curves[name].slice(0, 1) : data.curves[name]);
-    const traces = names.flatMap((name) => curves(name).flatMap((curve) => {
+    const series = names.flatMap((name) => curves(name).flatMap((curve) => {
+      const held = name === "held_out_loss";
       const line = {
-        x: curve.x, y: bytes ? curve.y.map((value) => value / 1e6) : curve.y, mode: "lines",
-        name: name === "held_out_loss" ? "held out" : "rank " + curve.rank, legendgroup: name + curve.rank,
-        line: name === "held_out_loss" ? { color: colour("ink"), width: 2.5, dash: "dot" } : { color: ofRank(curve.rank), width: 2 },
-        hovertemplate: "%{y:.4~g} at %{x}<extra>rank " + curve.rank + "</extra>",
+        x: curve.x, y: bytes ? curve.y.map((value) => value / 1e6) : curve.y, dash: held,
+        name: held ? "held out" : "rank " + curve.rank, colour: held ? "var(--ink)" : ofRank(curve.rank),
       };
       // A noisy loss is drawn twice: faintly as it is, and smoothed, so that its course can be seen.
-      if (name !== "loss" || curve.y.length < 60) return [line];
-      const faint = { ...line, opacity: 0.28, showlegend: false, hoverinfo: "skip", hovertemplate: null, line: { ...line.line, width: 1 } };
-      return [faint, { ...line, y: smooth(curve.y), hovertemplate: "smoothed " + line.hovertemplate }];
+      if (!["loss", "seen_loss"].includes(name) || curve.y.length < 60) return [line];
+      return [{ ...line, faint: true }, { ...line, y: smooth(curve.y) }];
     }));
-    const byStep = data.curves[names[0]][0].by_step;
-    show(section.querySelector(".curve"), traces, layout({
-      xaxis: { title: { text: byStep ? "step" : "seconds" } },
-      yaxis: { rangemode: bytes || names[0] === "tokens_per_s" ? "tozero" : "normal" },
-      showlegend: traces.length > 1 && traces.length <= 16,
-    }));
+    lines(section.querySelector(".curve"), series, {
+      xTitle: data.curves[names[0]][0].by_step ? "step" : "seconds",
+      fromZero: bytes || names[0] === "tokens_per_s",
+      format: bytes ? (value) => brief(value) + " MB" : brief,
+    });
   }
 }
 
 /* Totals ------------------------------------------------------------------------------------------------ */
 function drawTimes() {
-  const element = document.getElementById("times");
-  if (!element) return;
-  const y = data.times.map((one) => "rank " + one.rank);
-  const traces = ["forward", "backward", "optimizer", "waiting", "other"].map((part) => ({
-    type: "bar", orientation: "h", name: part, y,
-    x: data.times.map((one) => (one.total ? (100 * one[part]) / one.total : 0)),
-    customdata: data.times.map((one) => one[part] / 1e6),
-    hovertemplate: part + " %{x:.1f} %, %{customdata:,.0f} ms<extra>%{y}</extra>",
-    marker: { color: colour(part) },
-  }));
-  show(element, traces, layout({
-    barmode: "stack", height: Math.max(250, 110 + 26 * y.length), bargap: 0.35,
-    xaxis: { ticksuffix: " %", range: [0, 100] }, yaxis: { autorange: "reversed" },
-  }));
+  const holder = document.getElementById("times");
+  if (!holder) return;
+  const kinds = ["forward", "backward", "optimizer", "waiting", "other"];
+  bars(holder, data.times.map((one) => ({
+    label: "rank " + one.rank, end: `${(one.total / 1e9).toFixed(1)} s`,
+    parts: kinds.map((kind) => ({
+      kind, value: one.total ? one[kind] / one.total : 0,
+      words: `rank ${one.rank}, ${kind}: ${((100 * one[kind]) / (one.total || 1)).toFixed(1)} %, ${(one[kind] / 1e6).toFixed(0)} ms`,
+    })),
+  })), kinds.map((kind) => [kind, kind]));
 }
 
 function drawLateness() {
-  const element = document.getElementById("late");
-  if (!element) return;
-  const y = data.lateness.map((late) => "rank " + late.rank);
-  show(element, [{
-    type: "bar", orientation: "h", y, x: data.lateness.map((late) => late.mean_ns / 1e6),
-    customdata: data.lateness.map((late) => 100 * late.share_last),
-    marker: { color: data.lateness.map((late) => ofRank(late.rank)) },
-    hovertemplate: "%{x:.2f} ms late on average, last in %{customdata:.0f} % of passes<extra>%{y}</extra>",
-  }], layout({
-    height: Math.max(250, 110 + 26 * y.length), bargap: 0.45,
-    xaxis: { title: { text: "ms after the first rank, mean" }, rangemode: "tozero" },
-    yaxis: { autorange: "reversed" },
-  }));
+  const holder = document.getElementById("late");
+  if (!holder) return;
+  bars(holder, data.lateness.map((late) => ({
+    label: "rank " + late.rank, end: `${(late.caused_ns / 1e9).toFixed(2)} s`,
+    parts: [{
+      kind: "rank", value: late.caused_ns, colour: ofRank(late.rank),
+      words: `rank ${late.rank} kept the others waiting for ${(late.caused_ns / 1e9).toFixed(2)} s in all;\nlast in ` +
+        `${(100 * late.share_last).toFixed(0)} % of passes, ${(late.mean_ns / 1e6).toFixed(2)} ms late on average`,
+    }],
+  })), []);
 }
 
 function drawSharding() {
-  const element = document.getElementById("sharding");
-  if (!element) return;
+  const holder = document.getElementById("sharding");
+  if (!holder) return;
   const widest = (kind) => Math.max(...data.memory.map((one) => one[kind] || 0));
   const before = { parameters: widest("parameters"), gradients: widest("gradients"), state: widest("unsharded_state") };
+  const kinds = [["parameters", "parameters", "forward"], ["gradients", "gradients", "backward"], ["state", "optimizer state", "optimizer"]]
+    .filter(([kind]) => before[kind] || widest(kind));
   const rows = [["unsharded", before], ...data.memory.map((one) => ["rank " + one.rank, one])];
-  const kinds = [["parameters", "parameters", "forward"], ["gradients", "gradients", "backward"], ["state", "optimizer state", "optimizer"]];
-  const traces = kinds.filter(([kind]) => widest(kind)).map(([kind, name, shade]) => ({
-    type: "bar", orientation: "h", name, y: rows.map(([row]) => row), x: rows.map(([, held]) => (held[kind] || 0) / 1e6),
-    marker: { color: colour(shade), opacity: rows.map(([row]) => (row === "unsharded" ? 0.55 : 1)) },
-    hovertemplate: name + " %{x:,.2f} MB<extra>%{y}</extra>",
-  }));
-  show(element, traces, layout({
-    barmode: "stack", height: Math.max(270, 110 + 26 * rows.length), bargap: 0.35,
-    xaxis: { ticksuffix: " MB", rangemode: "tozero" }, yaxis: { autorange: "reversed" },
-  }));
+  bars(holder, rows.map(([label, held]) => ({
+    label, soft: label === "unsharded",
+    end: `${(kinds.reduce((sum, [kind]) => sum + (held[kind] || 0), 0) / 1e6).toFixed(1)} MB`,
+    parts: kinds.map(([kind, name, shade]) => ({
+      kind: shade, value: (held[kind] || 0) / 1e6, words: `${label}, ${name}: ${((held[kind] || 0) / 1e6).toFixed(2)} MB`,
+    })),
+  })), kinds.map(([, name, shade]) => [shade, name]));
 }
 
 /* Every pass, as a strip: click one to see the drawn pass nearest to it ---------------------------------- */
 function drawLengths() {
-  const element = document.getElementById("lengths");
-  if (!element) return;
-  const lengths = data.timeline.lengths;
-  const drawn = data.timeline.passes;
-  const nearest = (index) => drawn.reduce((best, one, at) => (Math.abs(one.index - index) < Math.abs(drawn[best].index - index) ? at : best), 0);
+  const holder = document.getElementById("lengths");
+  if (!holder) return;
+  const lengths = data.timeline.lengths, drawn = data.timeline.passes;
   const sorted = lengths.map(([, ms]) => ms).sort((a, b) => a - b);
   // One slow first pass must not flatten all others.
-  const top = Math.min(sorted[sorted.length - 1], 2.5 * sorted[Math.floor(sorted.length / 2)]) * 1.08;
-  const bars = {
-    type: "bar", x: lengths.map(([index]) => index), y: lengths.map(([, ms]) => ms), showlegend: false,
-    marker: { color: lengths.map(([index]) => (index === drawn[current].index ? colour("accent") : colour("waiting"))) },
-    hovertemplate: "pass %{x}: %{y:.2f} ms<extra></extra>",
+  const top = Math.min(sorted[sorted.length - 1], 2.5 * sorted[Math.floor(sorted.length / 2)]) * 1.08 || 1;
+  const last = lengths[lengths.length - 1][0];
+  const plot = frame(holder, { height: 84, x: [-0.5, last + 0.5], y: [0, top], unit: " ms", left: 60, yTicks: 2 });
+  const width = Math.max(1, (plot.across(1) - plot.across(0)) * (lengths.length > 120 ? 1 : 0.8));
+  for (const [index, ms] of lengths) {
+    const chosen = index === drawn[current].index;
+    node("rect", { class: "pass" + (chosen ? " chosen" : ""), x: round(plot.across(index) - width / 2), width: round(width),
+      y: round(plot.up(Math.min(ms, top))), height: round(plot.box.bottom - plot.up(Math.min(ms, top))), "data-words": `pass ${index}: ${ms.toFixed(2)} ms` }, plot.svg);
+  }
+  for (const [at, one] of drawn.entries()) {
+    const x = round(plot.across(one.index)), size = at === current ? 5 : 3;
+    node("path", { class: "drawn" + (at === current ? " chosen" : ""), d: `M${x - size} 2h${2 * size}l${-size} ${size + 2}z` }, plot.svg);
+  }
+  holder.onclick = (event) => {
+    const share = (event.clientX - holder.getBoundingClientRect().left - plot.box.left) / (plot.box.right - plot.box.left);
+    choose(nearest(drawn.map((one) => one.index), share * (last + 1) - 0.5));
   };
-  const marks = {
-    mode: "markers", x: drawn.map((one) => one.index), y: drawn.map(() => 0.95 * top), cliponaxis: false, showlegend: false,
-    marker: { symbol: "triangle-down", size: drawn.map((_, at) => (at === current ? 11 : 6)), color: drawn.map((_, at) => colour(at === current ? "accent" : "soft")) },
-    hovertemplate: "pass %{x} is drawn below<extra></extra>",
-  };
-  show(element, [bars, marks], layout({
-    height: 96, margin: { l: 48, r: 12, t: 12, b: 18 }, bargap: lengths.length > 120 ? 0 : 0.2,
-    yaxis: { range: [0, top], nticks: 3, ticksuffix: " ms", fixedrange: true }, xaxis: { fixedrange: true, showgrid: false, range: [-0.7, lengths[lengths.length - 1][0] + 0.7] },
-  }));
-  element.removeAllListeners("plotly_click");
-  element.on("plotly_click", (event) => choose(nearest(event.points[0].x)));
 }
 
 /* Timeline ---------------------------------------------------------------------------------------------- */
 const KINDS = [
   ["forward", "forward"], ["backward", "backward"], ["optimizer", "optimizer"], ["waiting", "waiting"],
-  ["reduce hidden", "hidden"], ["reduce exposed", "exposed"], ["gather", "gather"],
+  ["hidden", "collective, hidden"], ["exposed", "collective, exposed"], ["gather", "parameter gather"], ["filled", "bucket filled"],
 ];
+const LANE = 18, ROW = 12, LABEL = 17;
 
-function timelineTraces(shown) {
-  const traces = new Map(KINDS.map(([kind, shade]) => [kind, {
-    type: "bar", orientation: "h", name: kind, base: [], x: [], y: [], width: [], text: [], customdata: [],
-    marker: { color: colour(shade), line: { width: 0.6, color: colour("card") } },
-    textposition: "inside", insidetextanchor: "middle", textangle: 0, constraintext: "none", cliponaxis: true,
-    hovertemplate: "%{customdata}<extra></extra>",
-  }]));
-  const filled = { mode: "markers", name: "bucket filled", x: [], y: [], customdata: [], hovertemplate: "%{customdata}<extra></extra>",
-    marker: { symbol: "triangle-down", size: 8, color: colour("ink") } };
-  const ticks = [], labels = [];
-  let y = 0;
-  const bar = (kind, row, width, start, end, text, words) => {
-    const trace = traces.get(kind);
-    trace.base.push(start); trace.x.push(end - start); trace.y.push(row); trace.width.push(width);
-    trace.text.push(text); trace.customdata.push(words);
+function drawTimeline() {
+  const holder = document.getElementById("timeline");
+  if (!holder || !data.timeline.passes.length) return;
+  const shown = data.timeline.passes[current];
+  const range = zoom || [0, shown.ms];
+  const depth = (rank) => 1 + rank.communication.reduce((most, piece) => Math.max(most, piece[2]), 0);
+  const height = shown.ranks.reduce((sum, rank) => sum + LABEL + LANE + 3 + depth(rank) * ROW + 6, 0) + 46;
+  const plot = frame(holder, { height, x: range, y: [0, 1], xTitle: "ms since the pass began", left: 6, yTicks: 0 });
+  const kinds = new Set();
+  const bar = (kind, y, tall, start, end, words, text) => {
+    const a = Math.max(start, range[0]), b = Math.min(end, range[1]);
+    if (b < a) return;
+    kinds.add(kind);
+    const x = plot.across(a), wide = Math.max(0.6, plot.across(b) - x);
+    node("rect", { class: "span k-" + kind, x: round(x), y, width: round(wide), height: tall, rx: 1.5, "data-words": words }, plot.svg);
+    if (text && wide > 7 + 7 * text.length) node("text", { class: "inside", x: round(x + wide / 2), y: y + tall - 2.5, "text-anchor": "middle" }, plot.svg, text);
   };
+  let y = 4;
   for (const rank of shown.ranks) {
-    ticks.push(y); labels.push("rank " + rank.rank);
+    node("text", { class: "lane", x: plot.box.left, y: y + 12 }, plot.svg, `rank ${rank.rank}`);
+    y += LABEL;
     for (const [name, start, end, bucket] of rank.compute) {
       const inside = bucket === null ? "" : " of bucket " + bucket;
-      bar(name, y, name === "waiting" ? 0.5 : 0.8, start, end, "", `${name}${inside}, ${(end - start).toFixed(2)} ms`);
+      const thin = name === "waiting" ? 5 : 0;
+      bar(name, y + thin, LANE - 2 * thin, start, end, `rank ${rank.rank}, ${name}${inside}: ${(end - start).toFixed(2)} ms`);
     }
     for (const [at, bucket] of rank.filled) {
-      filled.x.push(at); filled.y.push(y - 0.48); filled.customdata.push(`bucket ${bucket} filled at ${at.toFixed(2)} ms`);
+      if (at < range[0] || at > range[1]) continue;
+      const x = round(plot.across(at));
+      kinds.add("filled");
+      node("path", { class: "k-filled", d: `M${x - 4} ${y - 4}h8l-4 6z`, "data-words": `bucket ${bucket} filled at ${at.toFixed(2)} ms` }, plot.svg);
     }
-    const depth = 1 + rank.communication.reduce((most, piece) => Math.max(most, piece[2]), 0);
-    const height = Math.max(0.32, 0.8 / depth);
-    ticks.push(y + 0.95); labels.push("communication");
+    y += LANE + 3;
     for (const [name, bucket, row, start, end, hidden, bytes, whole] of rank.communication) {
-      const kind = name === "gather" ? "gather" : hidden ? "reduce hidden" : "reduce exposed";
       const size = bytes ? `, ${(bytes / 1e6).toFixed(2)} MB` : "";
-      bar(kind, y + 0.95 + row * height, height * 0.94, start, end, bucket === null ? "" : String(bucket),
-        `${name} of bucket ${bucket}${size}: ${whole.toFixed(2)} ms, this part ${hidden ? "hidden" : "exposed"}`);
+      bar(name === "gather" ? "gather" : hidden ? "hidden" : "exposed", y + row * ROW, ROW - 1.5, start, end,
+        `rank ${rank.rank}, ${name} of bucket ${bucket}${size}: ${whole.toFixed(2)} ms, this part ${hidden ? "hidden" : "exposed"}`,
+        bucket === null ? "" : String(bucket));
     }
-    y += 1.6 + depth * height;
+    y += depth(rank) * ROW + 6;
   }
-  const bars = [...traces.values()].filter((trace) => trace.x.length);
-  return { traces: filled.x.length ? [...bars, filled] : bars, ticks, labels, height: y };
+  legend(holder, KINDS.filter(([kind]) => kinds.has(kind)).map(([kind, name]) => [name, kind, null]));
+  dragToZoom(holder, plot, range);
+  document.getElementById("pass").value = String(current);
+  document.getElementById("previous").disabled = current === 0;
+  document.getElementById("next").disabled = current === data.timeline.passes.length - 1;
+  document.getElementById("whole").hidden = !zoom;
+  document.getElementById("pass-length").textContent = `${shown.ms.toFixed(2)} ms`;
+  const more = data.timeline.left_out_ranks ? ` ${data.timeline.left_out_ranks} more ranks are not drawn.` : "";
+  document.getElementById("timeline-words").textContent = describe(shown) + more;
+  drawLengths();
+}
+
+function dragToZoom(holder, plot, range) {
+  const ms = (event) => {
+    const share = (event.clientX - plot.svg.getBoundingClientRect().left - plot.box.left) / (plot.box.right - plot.box.left);
+    return range[0] + Math.min(1, Math.max(0, share)) * (range[1] - range[0]);
+  };
+  let from = null;
+  const chosen = node("rect", { class: "selection", y: 0, height: plot.box.bottom, width: 0, x: 0 }, plot.svg);
+  plot.svg.onpointerdown = (event) => { if (event.pointerType === "mouse") from = ms(event); };
+  plot.svg.onpointermove = (event) => {
+    if (from === null) return;
+    const [a, b] = [from, ms(event)].sort((one, other) => one - other);
+    chosen.setAttribute("x", round(plot.across(a)));
+    chosen.setAttribute("width", round(plot.across(b) - plot.across(a)));
+  };
+  plot.svg.onpointerup = (event) => {
+    const [a, b] = [from === null ? 0 : from, ms(event)].sort((one, other) => one - other);
+    const wide = from !== null && b - a > 0.01 * (range[1] - range[0]);
+    from = null;
+    if (wide) { zoom = [a, b]; drawTimeline(); }
+  };
 }
 
 function describe(shown) {
@@ -197,27 +202,9 @@ function describe(shown) {
   return "Of its communication in this pass, " + words.join(", ") + ".";
 }
 
-function drawTimeline() {
-  const element = document.getElementById("timeline");
-  if (!element || !data.timeline.passes.length) return;
-  const shown = data.timeline.passes[current];
-  const { traces, ticks, labels, height } = timelineTraces(shown);
-  show(element, traces, layout({
-    barmode: "overlay", height: 110 + 34 * height, uniformtext: { mode: "hide", minsize: 9 },
-    xaxis: { title: { text: "ms since the pass began" }, range: [0, shown.ms] },
-    yaxis: { tickvals: ticks, ticktext: labels, range: [height - 0.7, -0.9], showgrid: false, zeroline: false, fixedrange: true },
-  }));
-  document.getElementById("pass").value = String(current);
-  document.getElementById("previous").disabled = current === 0;
-  document.getElementById("next").disabled = current === data.timeline.passes.length - 1;
-  document.getElementById("pass-length").textContent = `${shown.ms.toFixed(2)} ms`;
-  const more = data.timeline.left_out_ranks ? ` ${data.timeline.left_out_ranks} more ranks are not drawn.` : "";
-  document.getElementById("timeline-words").textContent = describe(shown) + more;
-  drawLengths();
-}
-
 function choose(index) {
   current = Math.min(Math.max(index, 0), data.timeline.passes.length - 1);
+  zoom = null;
   drawTimeline();
 }
 
@@ -232,22 +219,28 @@ function prepareTimeline() {
   select.addEventListener("change", () => choose(Number(select.value)));
   document.getElementById("previous").addEventListener("click", () => choose(current - 1));
   document.getElementById("next").addEventListener("click", () => choose(current + 1));
+  document.getElementById("whole").addEventListener("click", () => choose(current));
 }
 
-/* Theme ------------------------------------------------------------------------------------------------- */
+/* Theme and size ---------------------------------------------------------------------------------------- */
 function setTheme(dark) {
   root.dataset.theme = dark ? "dark" : "light";
   const button = document.getElementById("theme");
   button.setAttribute("aria-pressed", String(dark));
   button.textContent = dark ? "☀ Light" : "☾ Dark";
-  drawCurves(); drawTimes(); drawLateness(); drawSharding(); drawTimeline();
 }
 
-// What was raised is in the last lines of a traceback.
-const traceback = document.getElementById("traceback");
-if (traceback) traceback.scrollTop = traceback.scrollHeight;
+function drawAll() { drawCurves(); drawTimes(); drawLateness(); drawSharding(); drawTimeline(); }
+
+// What was raised is in the last lines of a traceback, and of a log.
+for (const text of document.querySelectorAll("pre")) text.scrollTop = text.scrollHeight;
 prepareTimeline();
 const preferred = matchMedia("(prefers-color-scheme: dark)");
 setTheme(preferred.matches);
 preferred.addEventListener("change", () => setTheme(preferred.matches));
 document.getElementById("theme").addEventListener("click", () => setTheme(root.dataset.theme !== "dark"));
+drawAll();
+let drawnWidth = innerWidth;
+addEventListener("resize", () => {
+  if (innerWidth !== drawnWidth) { drawnWidth = innerWidth; requestAnimationFrame(drawAll); }
+});

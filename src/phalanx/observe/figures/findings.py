@@ -7,13 +7,24 @@ from collections import Counter
 from dataclasses import dataclass
 
 from phalanx.observe import trace
+from phalanx.observe.figures.memory import UNSHARDED, memory_rows
 from phalanx.observe.run import Run
-from phalanx.observe.stats import hidden_share, lateness, median_pass_ns, rank_times
+from phalanx.observe.stats import (
+    bucket_times,
+    hidden_share,
+    lateness,
+    loss_curve,
+    passes,
+    rank_times,
+    samples_per_s,
+    tokens_per_s,
+)
 
 # Below these, a sentence would report noise.
-_LATE_SHARE_OF_PASS = 0.03
-_LATE_MOST_OF_THE_TIME = 0.6
+_CAUSED_WORTH_A_WORD = 0.03
+_IN_TURNS = 0.5  # where the second rank is to blame for half as much as the first, it is not the first one's fault
 _WAITING_WORTH_A_WORD = 0.05
+_SMALLEST_BUCKET = 256 * 1024  # below, the start of a collective costs more than it moves
 
 
 @dataclass(frozen=True)
@@ -34,6 +45,7 @@ def findings(run: Run) -> list[Finding]:
         *_stragglers(run),
         *_overlap(run),
         *_memory(run),
+        *_not_seen(run),
     ]
     order = {"bad": 0, "warn": 1, "good": 2, "info": 3}
     return sorted(found, key=lambda finding: order[finding.level])
@@ -67,7 +79,7 @@ def _missing(run: Run) -> list[Finding]:
 
 def _losses(run: Run) -> list[Finding]:
     for rank in run.ranks:
-        points = rank.curve(trace.LOSS)
+        points = loss_curve(rank)
         broken = next((point for point in points if not math.isfinite(point.value)), None)
         if broken is not None:
             where = f"step {broken.step}" if broken.step is not None else f"{broken.at / 1e9:.1f} s"
@@ -93,22 +105,33 @@ def _warnings(run: Run) -> list[Finding]:
 
 
 def _stragglers(run: Run) -> list[Finding]:
-    usual = median_pass_ns(run.ranks[0]) if run.ranks else None
-    found = []
-    for late in lateness(run):
-        share = late.mean_ns / usual if usual else 0.0
-        if share > _LATE_SHARE_OF_PASS and late.share_last > _LATE_MOST_OF_THE_TIME:
-            found.append(
-                Finding(
-                    "warn",
-                    f"Rank {late.rank} kept the others waiting: last to finish backward in "
-                    f"{late.share_last:.0%} of passes, {late.mean_ns / 1e6:.1f} ms late on average "
-                    f"({share:.0%} of a pass). Look for more work, a busier core or slower data there.",
-                )
+    late = lateness(run)
+    if not late:
+        return []
+    # By the time that it cost the others: a rank that is last often but by little is not the one to look at.
+    worst = max(late, key=lambda one: one.caused_ns)
+    others_ns = sum(rank_times(rank).total for rank in run.ranks if rank.rank != worst.rank)
+    share = worst.caused_ns / others_ns if others_ns else 0.0
+    if share < _CAUSED_WORTH_A_WORD:
+        return [Finding("good", f"No rank kept the others waiting for long: the most was {share:.1%} of their time.")]
+    second = max(one.caused_ns for one in late if one.rank != worst.rank)
+    if second > _IN_TURNS * worst.caused_ns:
+        idle = sum(one.caused_ns for one in late) / max(1, sum(rank_times(rank).total for rank in run.ranks))
+        return [
+            Finding(
+                "info",
+                f"Ranks kept each other waiting in turns, for {idle:.0%} of the time in all. No one rank is to blame: "
+                "batches differ, or other programs take the cores.",
             )
-    if run.ranks and len(run.ranks) > 1 and usual and not found:
-        found.append(Finding("good", "No rank kept the others waiting."))
-    return found
+        ]
+    return [
+        Finding(
+            "warn",
+            f"Rank {worst.rank} kept the others waiting for {worst.caused_ns / 1e9:.2f} s, {share:.0%} of their time: it "
+            f"was the last to finish backward in {worst.share_last:.0%} of passes. Look for more work, a busier core or "
+            "slower data there.",
+        )
+    ]
 
 
 def _overlap(run: Run) -> list[Finding]:
@@ -119,15 +142,44 @@ def _overlap(run: Run) -> list[Finding]:
     waiting = sum(one.waiting for one in times) / max(1, sum(one.total for one in times))
     text = f"{share:.0%} of communication was hidden behind compute; ranks stood waiting {waiting:.1%} of the time."
     if waiting > _WAITING_WORTH_A_WORD and share < 0.5:
-        hint = " Larger batches, or smaller buckets so that the first ones start earlier, would hide more."
-        return [Finding("info", text + hint)]
+        return [Finding("info", f"{text} {_advice(run)}")]
     return [Finding("good" if waiting < _WAITING_WORTH_A_WORD else "info", text)]
 
 
+def _not_seen(run: Run) -> list[Finding]:
+    """Which line a script has to add for what could not be seen."""
+    if not run.ranks or not passes(run.ranks[0]):
+        return []
+    found = []
+    if not any(loss_curve(rank) for rank in run.ranks):
+        line = 'phalanx.observe.trace.scalar("loss", step, loss.item())'
+        found.append(Finding("info", f"No loss was seen. To have its curve here, add to the training loop: {line}"))
+    if tokens_per_s(run) is None and samples_per_s(run) is None:
+        line = 'phalanx.observe.trace.scalar("tokens_per_s", step, tokens / seconds)'
+        found.append(Finding("info", f"No throughput was seen. To have its curve here, add to the training loop: {line}"))
+    return found
+
+
+def _advice(run: Run) -> str:
+    """What would hide more, with a number where one can be given."""
+    buckets = bucket_times(run)
+    size = sum(bucket.bytes for bucket in buckets)
+    if len(buckets) == 1 and size > 4 * _SMALLEST_BUCKET:
+        cap = max(_SMALLEST_BUCKET, size / 4) / 2**20
+        return (
+            "All gradients travel in one bucket, which leaves when the last of them is there. Smaller ones start earlier: "
+            f"try DistributedDataParallel(…, bucket_cap_mb={cap:.2g}). On one host one bucket is often faster all the same; "
+            "compare step times."
+        )
+    if len(buckets) > 1:
+        return "Larger batches give each bucket more compute to hide behind."
+    return f"The gradients ({size / 1e6:.2g} MB) are too few to hide: larger batches make them count less."
+
+
 def _memory(run: Run) -> list[Finding]:
-    facts = [rank.facts[trace.MEMORY] for rank in run.ranks if isinstance(rank.facts.get(trace.MEMORY), dict)]
-    held = [fact["state"] for fact in facts if "state" in fact]
-    whole = [fact["unsharded_state"] for fact in facts if "unsharded_state" in fact]
+    rows = memory_rows(run)
+    held = [kinds["state"] for _, kinds in rows if "state" in kinds]
+    whole = [kinds[UNSHARDED] for _, kinds in rows if UNSHARDED in kinds]
     if not held or not whole or max(whole) == 0:
         return []
     return [

@@ -1,0 +1,69 @@
+"""`phalanx runs`: which runs there are, and taking old ones away."""
+
+from __future__ import annotations
+
+import time
+
+import click
+
+from phalanx.cli.console import bytes_in_words, quantity, say, visible
+from phalanx.errors import ConfigError
+from phalanx.launch.records.runs import RunInfo, list_runs, remove
+
+_DAY_S = 86400.0
+
+
+@click.command("runs", short_help="List the runs kept here, or remove old ones.")
+@click.option("--run-dir", "parent", default="runs", metavar="DIR", help="Where runs are kept.")
+@click.option("--clean", is_flag=True, help="Remove runs: all but the newest, see --keep and --older-than.")
+@click.option("--keep", type=click.IntRange(0), default=None, metavar="N", help="With --clean: keep the N newest (10).")
+@click.option("--older-than", type=click.FloatRange(0), metavar="DAYS", help="With --clean: remove those older than this.")
+@click.option("-y", "--yes", is_flag=True, help="Do not ask.")
+def command(parent: str, clean: bool, keep: int | None, older_than: float | None, yes: bool) -> int:
+    """List the runs under DIR, the newest first: when, what, how it ended, on how many workers, how large.
+
+    \b
+    phalanx runs                            the list
+    phalanx runs --clean                    remove all but the 10 newest
+    phalanx runs --clean --older-than 7     remove those older than a week
+    """
+    if not clean and (keep is not None or older_than is not None):
+        raise ConfigError("--keep and --older-than say what --clean removes. Add --clean.")
+    runs = list_runs(parent)
+    if not clean:
+        _show(runs, parent)
+        return 0
+    chosen = old_runs(runs, 0 if keep is None and older_than is not None else 10 if keep is None else keep, older_than)
+    if not chosen:
+        say(f"nothing to remove of {quantity(len(runs), 'run')} under {parent}")
+        return 0
+    size = sum(run.num_bytes() for run in chosen)
+    words = f"{quantity(len(chosen), 'run')}, {bytes_in_words(size)}, {chosen[-1].path.name} to {chosen[0].path.name}"
+    if not yes and not click.confirm(f"remove {words}?", err=True):
+        return 1
+    for run in chosen:
+        remove(run)
+    say(f"removed {words}")
+    return 0
+
+
+def old_runs(runs: list[RunInfo], keep: int, older_than_days: float | None) -> list[RunInfo]:
+    """Which of `runs`, the newest first, to remove: never one that is still going on."""
+    limit = float("inf") if older_than_days is None else time.time() - older_than_days * _DAY_S
+    return [run for run in runs[keep:] if not run.is_running and run.written_s < limit]
+
+
+def _show(runs: list[RunInfo], parent: str) -> None:
+    if not runs:
+        say(f"no runs under {parent}")
+        return
+    # Plain columns, however narrow the terminal: names are copied from here into other commands.
+    longest = max(len(str(run.path)) for run in runs)
+    click.secho(f"{'run':<{longest}}  {'state':<16}  {'workers':>7}  {'took':>8}  {'size':>7}", dim=True)
+    for run in runs:
+        seconds = run.facts.get("seconds")
+        took = f"{seconds:,.0f} s" if isinstance(seconds, int | float) else ""
+        state = click.style(f"{visible(run.state):<16}", fg=None if run.state in ("finished", "running") else "red")
+        size, traced = bytes_in_words(run.num_bytes()), "  traced" if run.is_traced else ""
+        workers = visible(str(run.facts.get("nproc", "?")))
+        click.echo(f"{visible(str(run.path)):<{longest}}  {state}  {workers:>7}  {took:>8}  {size:>7}{traced}")

@@ -1,0 +1,91 @@
+"""`phalanx top`: a run while it runs, for somebody who comes later."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from phalanx.cli.console import bytes_in_words, console
+from phalanx.errors import ConfigError
+from phalanx.launch.records import status
+from phalanx.launch.records.runs import RunInfo, newest
+from phalanx.launch.records.status import RankStatus
+from phalanx.launch.rundir import RunDirectory
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+_REFRESH_S = 0.5
+
+
+@click.command("top", short_help="Watch a run: ranks, step, rate, who waits for whom.")
+@click.argument("run_dir", required=False)
+@click.option("--once", is_flag=True, help="Print the state now and end; so it does where there is no terminal.")
+@click.option("--runs", "parent", default="runs", metavar="DIR", help="Where runs are kept.")
+def command(run_dir: str | None, once: bool, parent: str) -> int:
+    """Watch RUN_DIR, or the newest run, from any terminal of its host, until it ends."""
+    path = Path(run_dir) if run_dir else newest(parent).path
+    directory = RunDirectory(path)
+    if not path.is_dir() or not directory.facts():
+        raise ConfigError(f"{path} is no run directory. `phalanx runs` lists those there are.")
+    terminal = console()
+    if once or not terminal.is_terminal:
+        terminal.print(view(directory))
+        return 0
+    from rich.live import Live
+
+    with Live(console=terminal, auto_refresh=False) as live:
+        while True:
+            live.update(view(directory), refresh=True)
+            if not RunInfo(path, directory.facts(), 0.0).is_running:
+                return 0
+            time.sleep(_REFRESH_S)
+
+
+def view(directory: RunDirectory) -> RenderableType:
+    """One picture of a run: a line about all of it, and one per rank."""
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    info = RunInfo(directory.root, directory.facts(), 0.0)
+    ranks = status.read(directory)
+    world = int(info.facts.get("nproc", 1)) * int((info.facts.get("nodes") or [1, 1])[1])
+    head = Text(f"{directory.root.name}  ", style="bold")
+    head.append(info.state, style="green" if info.is_running or info.state == "finished" else "red")
+    head.append(f"  {status.line(ranks, world)}")
+    table = Table(box=None, padding=(0, 2), pad_edge=False, header_style="dim")
+    for title in ("rank", "step", "steps/s", "samples/s", "waiting", "memory"):
+        table.add_column(title, justify="right")
+    table.add_column("now")
+    for one in ranks:
+        table.add_row(*_row(one), _now(one, ranks))
+    return Group(head, table)
+
+
+def _row(one: RankStatus) -> tuple[str, ...]:
+    return (
+        str(one.rank),
+        str(one.step),
+        f"{one.steps_per_s:.3g}",
+        f"{one.samples_per_s:,.0f}" if one.samples_per_s else "",
+        f"{one.waiting:.0%}",
+        bytes_in_words(one.resident),
+    )
+
+
+def _now(one: RankStatus, ranks: list[RankStatus]) -> str:
+    if one.state == "ended":
+        return "has ended"
+    if one.silent_s:
+        return f"[red]silent for {one.silent_s:.0f} s[/]"
+    held_up = status.waited_for(ranks)
+    if one.rank in held_up:
+        return f"[yellow]{one.state} for {one.for_s:.0f} s; the others wait for it[/]"
+    if held_up and one.state == "waiting":
+        return f"waiting for rank {', '.join(map(str, held_up))} since {one.for_s:.0f} s"
+    late = status.slowest(ranks)
+    return "[yellow]the slowest[/]" if late is not None and late.rank == one.rank else one.state

@@ -1,0 +1,183 @@
+"""`Worker.loader`: a DataLoader made data-parallel.
+
+Owns where the run is in its epochs, what that saves and loads, and how much the batch in hand counts in the mean of the
+gradients. Which batches there are is the source's business.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from ..ddp import DistributedDataParallel
+from ..ddp.structure import map_tensors
+from ..errors import ArgumentTypeError, ConfigError, MismatchError, StateError
+from .sources import Batch, Settings, Source, source_of
+from .values import Exchange
+
+_ENDINGS = ("weight", "join", "drop")
+_VERSION = 1
+
+
+class Loader:
+    """Iterates over this rank's part of an epoch, and knows where it is. Made by `Worker.loader`.
+
+    Each `for` loop over it is one epoch, with an order of its own. After `load_state_dict` the first loop goes on where the
+    saved run stood. A loop that is left early ends its epoch.
+    """
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        exchange: Exchange,
+        device: torch.device,
+        model: nn.Module | None = None,
+        count: Callable[[Any], Any] | None = None,
+        uneven: str | None = None,
+        split_batches: bool = False,
+        sharded: bool = False,
+    ) -> None:
+        if not isinstance(loader, DataLoader):
+            raise ArgumentTypeError(
+                f"loader takes a torch.utils.data.DataLoader, got {type(loader).__name__}. Wrap the dataset: "
+                "DataLoader(dataset, batch_size=…, shuffle=True)."
+            )
+        if uneven is not None and uneven not in _ENDINGS:
+            raise ConfigError(f"uneven should be one of {', '.join(_ENDINGS)}, got {uneven!r}")
+        self._model = _wrapper(model)
+        if self._model is None and (count is not None or uneven == "weight"):
+            raise ConfigError(
+                "count and uneven='weight' say how much a batch counts in the mean of a model's gradients. Pass the model "
+                "as well."
+            )
+        self._exchange, self._device, self._count_of = exchange, device, count
+        self._warns = uneven is None and self._model is None
+        ending = uneven or ("join" if self._model is None else "weight")
+        self._source: Source = source_of(loader, exchange, Settings(ending, split_batches), sharded)
+        self._check_same(loader, sharded)
+        self.epoch = 0
+        """The epoch under way, or the next one."""
+        self.count: float = 0.0
+        """How much the batch in hand counts on this rank: its samples, or what `count` says. 0 for a stand-in."""
+        self._position = 0
+        self._expected_digest = ""
+        self._under_way = False
+
+    def __len__(self) -> int:
+        """This rank's batches in a whole epoch."""
+        return len(self._source)
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._under_way:
+            self._next_epoch()  # the loop before was left early
+        self._under_way = True
+        expected, self._expected_digest = self._expected_digest, ""
+        for batch in self._source.epoch(self.epoch, self._position, expected):
+            self._position = batch.position
+            with self._counting(batch):
+                yield self._on_device(batch.value)
+        self._next_epoch()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go on with the beginning of `epoch`; for programs that count epochs themselves. Not needed otherwise."""
+        self.epoch, self._position, self._under_way, self._expected_digest = epoch, 0, False, ""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the run is: the same on every rank, so one saves it for all. The batch in hand counts as used."""
+        epoch, position = self.epoch, self._position
+        if position and self._source.is_over(position):
+            epoch, position = epoch + 1, 0
+        return {
+            "version": _VERSION,
+            "unit": self._source.unit,
+            "epoch": epoch,
+            "position": position,
+            "seed": self._source.seed,
+            "order": self._source.digest if position else "",
+            "world": self._exchange.world,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state` was saved. Raises StateError, and changes nothing, if that place cannot be found here."""
+        missing = {"version", "unit", "epoch", "position", "seed", "order", "world"} - set(state)
+        if missing or state["version"] != _VERSION:
+            raise StateError(f"this is no state of a loader of version {_VERSION}: it lacks {sorted(missing) or 'nothing'}")
+        if state["unit"] != self._source.unit:
+            raise StateError(
+                f"the state counts {state['unit']}, this loader counts {self._source.unit}. Use the same kind of dataset "
+                "and sampler as when it was saved."
+            )
+        if state["position"] and not self._source.any_world and state["world"] != self._exchange.world:
+            raise StateError(
+                f"a stream that was read on {state['world']} ranks stands in the middle of epoch {state['epoch']} and "
+                f"cannot be taken up on {self._exchange.world}. Use as many ranks, or begin the next epoch with set_epoch."
+            )
+        self._source.seed = int(state["seed"])
+        self.set_epoch(int(state["epoch"]))
+        self._position, self._expected_digest = int(state["position"]), str(state["order"])
+
+    def _next_epoch(self) -> None:
+        self.set_epoch(self.epoch + 1)
+
+    def _on_device(self, value: Any) -> Any:
+        if self._device.type == "cpu":
+            return value
+        # From pinned memory (pin_memory=True) the copy goes on while the host does.
+        return map_tensors(value, lambda tensor: tensor.to(self._device, non_blocking=True))
+
+    def _counting(self, batch: Batch) -> contextlib.AbstractContextManager[None]:
+        """The weight of the batch in hand, for as long as the loop's body runs."""
+        if batch.num_samples == 0:
+            self.count = 0.0
+        else:
+            # Before the batch is on its device: reading a number there would wait for it.
+            self.count = float(batch.num_samples if self._count_of is None else self._count_of(batch.value))
+        if self._model is None:
+            self._warn_of(batch)
+            return contextlib.nullcontext()
+        if batch.is_even and self._count_of is None:
+            return contextlib.nullcontext()  # all count the same; the plain mean is the same to the bit
+        return self._model.weight(self.count)
+
+    def _warn_of(self, batch: Batch) -> None:
+        if not batch.is_even and self._warns and self._exchange.world > 1 and torch.is_grad_enabled():
+            self._warns = False
+            warnings.warn(
+                f"rank {self._exchange.rank}: ranks hold unequally many samples in this step, and the loader does not know "
+                "whose gradients they make. For training pass the model, worker.loader(loader, model), or uneven='drop'; "
+                "for evaluation use torch.no_grad(), or uneven='join'.",
+                stacklevel=3,
+            )
+
+    def _check_same(self, given: DataLoader[Any], sharded: bool) -> None:
+        """Loaders that differ between ranks would deal out different samples, or end at different steps."""
+        try:
+            size = None if sharded else len(given.dataset)  # type: ignore[arg-type]  # a stream may have no length
+        except TypeError:
+            size = None
+        found = self._exchange.all_objects({"samples": size, "batch size": given.batch_size, "kind": self._source.unit})
+        for rank, other in enumerate(found):
+            for name, value in other.items():
+                if value != found[0][name] and not (sharded and name == "batch size"):
+                    raise MismatchError(
+                        f"rank {self._exchange.rank}: the loader of rank {rank} has {name} {value}, that of rank 0 "
+                        f"{found[0][name]}. Give every rank the same dataset and settings, or, if each has data of its own, "
+                        "pass sharded=True."
+                    )
+
+
+def _wrapper(model: nn.Module | None) -> DistributedDataParallel | None:
+    """The wrapper that weighs gradients, also inside what torch.compile returned."""
+    inner = getattr(model, "_orig_mod", model)
+    if inner is None or isinstance(inner, DistributedDataParallel):
+        return inner
+    raise ArgumentTypeError(
+        f"loader weighs the gradients of a phalanx.DistributedDataParallel, got {type(inner).__name__}. Wrap the model "
+        "first."
+    )

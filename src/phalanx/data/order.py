@@ -1,0 +1,94 @@
+"""The order in which an epoch goes through the data: drawn from the user's own sampler, the same on every rank.
+
+A sampler draws from torch's random numbers, from a generator of its own, or from anywhere. The first two are seeded here
+with (seed, epoch), so that every rank draws the same and a resumed run draws it again, and are left afterwards as they
+were found. For the third, rank 0's draw counts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from ..errors import StateError
+from .values import Exchange
+
+_SEEDS = 2**63
+
+
+def epoch_seed(seed: int, epoch: int, rank: int = 0) -> int:
+    """One seed per epoch (and rank), far from its neighbours'."""
+    text = f"{seed}/{epoch}/{rank}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") % _SEEDS
+
+
+def initial_seed(*generators: Any) -> int:
+    """Where randomness starts: the first generator there is, or what torch.manual_seed was given."""
+    given = next((one for one in generators if isinstance(one, torch.Generator)), None)
+    return torch.initial_seed() if given is None else given.initial_seed()
+
+
+def set_epoch(epoch: int, *parts: Any) -> None:
+    """Tell the number of the epoch to whatever wants to know it: samplers and datasets with a `set_epoch` of their own."""
+    for part in parts:
+        if hasattr(part, "set_epoch"):
+            part.set_epoch(epoch)
+
+
+class EpochOrder:
+    """Draws one order per epoch from `sampler`, which may be a batch sampler as well."""
+
+    def __init__(self, sampler: Any, exchange: Exchange) -> None:
+        self._sampler, self._exchange = sampler, exchange
+        self.digest = ""
+        """Of the last order drawn: how a resumed run knows that it draws what was drawn before."""
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def draw(self, seed: int, epoch: int, expected: str = "") -> Sequence[Any]:
+        """The order of `epoch`. Every rank calls it. Raises StateError if it is not the one of digest `expected`."""
+        set_epoch(epoch, self._sampler, getattr(self._sampler, "sampler", None))
+        with _seeded(self._sampler, epoch_seed(seed, epoch)):
+            order = list(self._sampler)
+        digests = self._exchange.all_objects(_digest(order))
+        if len(set(digests)) > 1:
+            order = self._exchange.from_first(order)
+        self.digest = digests[0]
+        if expected and expected != self.digest:
+            raise StateError(
+                f"rank {self._exchange.rank}: the sampler drew another order for epoch {epoch} than before the state was "
+                "saved, so what was used of it is not known. Its data has changed, or it draws from random numbers of its "
+                "own: use torch's, or a generator that it holds as `generator`."
+            )
+        return order
+
+
+@contextmanager
+def _seeded(sampler: Any, seed: int) -> Iterator[None]:
+    """Torch's random numbers and the generators of a sampler, and of the one inside it, start from `seed` meanwhile."""
+    both: tuple[Any, ...] = (sampler, getattr(sampler, "sampler", None))
+    parts = [part for part in both if hasattr(part, "generator")]
+    before = [part.generator for part in parts]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        try:
+            for part, generator in zip(parts, before, strict=True):
+                part.generator = None if generator is None else torch.Generator().manual_seed(seed)
+            yield
+        finally:
+            for part, generator in zip(parts, before, strict=True):
+                part.generator = generator
+
+
+def _digest(order: Sequence[Any]) -> str:
+    found = hashlib.blake2b(digest_size=12)
+    if order and all(type(one) is int for one in order):
+        found.update(torch.tensor(order, dtype=torch.int64).numpy().tobytes())
+    else:
+        found.update(repr(order).encode())
+    return found.hexdigest()

@@ -1,0 +1,186 @@
+"""Python values that all ranks put together: means, gathered results, rank 0's word for everybody.
+
+Owns how such a value travels; what it means is the caller's. Everything here is a collective: every rank calls it, in the
+same order. A world of one communicates nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..errors import ArgumentTypeError, ConfigError, MismatchError, PeerFailure
+from ..observe.live.pulse import waiting
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Exchange:
+    """What one rank needs in order to put values together with the others."""
+
+    def __init__(self, rank: int, world: int, device: torch.device) -> None:
+        self.rank, self.world = rank, world
+        self.device = device
+        """Where tensors travel that are on no accelerator themselves: the CPU, unless the group serves GPUs only."""
+
+    def mean(self, value: Any, weight: float | Tensor = 1.0) -> Any:
+        """Σ weight·value / Σ weight over the ranks, for a number, a tensor, or a dict, list or tuple of them.
+
+        One collective, in double precision. NaN where all weights are 0.
+        """
+        leaves: list[Tensor] = []
+        _map_numbers(value, lambda leaf: leaves.append(torch.as_tensor(leaf).detach()))
+        share = torch.as_tensor(weight, dtype=torch.float64).detach().reshape(1)
+        if share.device.type == "cpu" and not bool(share >= 0):
+            raise ConfigError(f"rank {self.rank}: a weight in a mean must be 0 or more, got {weight}")
+        away = [leaf.device for leaf in leaves if leaf.device.type != "cpu"]
+        device = away[0] if away else self.device
+        flat = [leaf.to(device, _wide(device)).reshape(-1) for leaf in leaves]
+        share = share.to(device, _wide(device))
+        # A rank that counts nothing must not spoil the others' sum, were its value infinite or no number.
+        packed = torch.cat([torch.where(share > 0, one * share, 0.0) for one in flat] + [share])
+        self._sum(packed)
+        means = iter((packed[:-1] / packed[-1]).split([leaf.numel() for leaf in leaves]))
+        return _map_numbers(value, lambda leaf: _like(leaf, next(means)))
+
+    def gather(self, value: Any) -> Any:
+        """Every rank's value on every rank, in order of ranks.
+
+        Tensors are joined along their first dimension, whose size may differ by rank; a scalar counts as one row. Lists are
+        joined too. Dicts and tuples are gathered entry by entry. Anything else becomes a list with an entry per rank.
+        """
+        if isinstance(value, Tensor):
+            return self._gather_tensor(value)
+        if isinstance(value, Mapping):
+            return {key: self.gather(item) for key, item in value.items()}
+        if isinstance(value, tuple):
+            return tuple(self.gather(item) for item in value)
+        found = self.all_objects(value)
+        return [item for items in found for item in items] if isinstance(value, list) else found
+
+    def all_objects(self, value: Any) -> list[Any]:
+        """Every rank's value, pickled, by rank."""
+        if self.world == 1:
+            return [value]
+        found: list[Any] = [None] * self.world
+        with waiting():
+            dist.all_gather_object(found, value)
+        return found
+
+    def from_first(self, value: Any) -> Any:
+        """Rank 0's value on every rank."""
+        if self.world == 1:
+            return value
+        box = [value]
+        with waiting():
+            dist.broadcast_object_list(box, src=0, device=self.device)
+        return box[0]
+
+    def number_with(self, mine: bool) -> int:
+        """How many ranks say yes."""
+        said = torch.tensor([int(mine)], device=self.device)
+        self._sum(said)
+        return int(said.item())
+
+    def barrier(self) -> None:
+        """Return when every rank has come here."""
+        if self.world > 1:
+            with waiting():
+                dist.barrier()
+
+    def _sum(self, tensor: Tensor) -> None:
+        if self.world > 1:
+            with waiting():
+                dist.all_reduce(tensor)
+
+    def _gather_tensor(self, tensor: Tensor) -> Tensor:
+        mine = tensor.detach().reshape(1) if tensor.dim() == 0 else tensor.detach()
+        kinds = self.all_objects((str(mine.dtype), tuple(mine.shape)))
+        for rank, (dtype, shape) in enumerate(kinds):
+            if dtype != kinds[0][0] or shape[1:] != kinds[0][1][1:]:
+                raise MismatchError(
+                    f"rank {self.rank}: gather got {dtype} of shape {shape} from rank {rank} and {kinds[0][0]} of shape "
+                    f"{kinds[0][1]} from rank 0. Only the first dimension may differ between ranks."
+                )
+        # As bytes, of the largest rank's number: every type travels, whatever the transport can add up.
+        widths = [math.prod(shape) * mine.element_size() for _, shape in kinds]
+        device = mine.device if mine.device.type != "cpu" else self.device
+        sent = torch.zeros(max(widths), dtype=torch.uint8, device=device)
+        sent[: widths[self.rank]] = mine.contiguous().reshape(-1).view(torch.uint8)
+        found = [sent] if self.world == 1 else [torch.empty_like(sent) for _ in kinds]
+        if self.world > 1 and max(widths):
+            with waiting():
+                dist.all_gather(found, sent)
+        parts = [
+            one[:width].view(mine.dtype).reshape(shape)
+            for one, width, (_, shape) in zip(found, widths, kinds, strict=True)
+        ]
+        return torch.cat(parts).to(tensor.device)
+
+
+class FirstOnly:
+    """A part of the program that rank 0 does for everybody, while the others wait; `Worker.first_only` makes one.
+
+    If rank 0 raises in it, every other rank raises PeerFailure with its words, instead of waiting for what never comes.
+    """
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+
+    def __enter__(self) -> bool:
+        return self._exchange.rank == 0
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        if error is not None and not isinstance(error, Exception):
+            return  # the process is ending, and waits for nobody
+        words = None if error is None else f"{type(error).__name__}: {error}"
+        told = self._exchange.from_first(words)
+        if error is None and told is not None:
+            raise PeerFailure(
+                f"rank {self._exchange.rank}: rank 0 failed in a part that it does for everybody: {told}", [0]
+            )
+
+    def __call__(self, function: Callable[P, T]) -> Callable[P, T | None]:
+        """As a decorator: the function runs on rank 0 only and returns None elsewhere; all return together."""
+        exchange = self._exchange
+
+        def on_first(*args: P.args, **kwargs: P.kwargs) -> T | None:
+            with FirstOnly(exchange) as mine:
+                return function(*args, **kwargs) if mine else None
+
+        on_first.__name__, on_first.__doc__ = function.__name__, function.__doc__
+        return on_first
+
+
+def _wide(device: torch.device) -> torch.dtype:
+    return torch.float32 if device.type == "mps" else torch.float64  # which has no double precision
+
+
+def _map_numbers(value: Any, change: Callable[[Any], Any]) -> Any:
+    """`value` with every number and tensor in it changed."""
+    if isinstance(value, Tensor | int | float):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {key: _map_numbers(item, change) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        items = [_map_numbers(item, change) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    raise ArgumentTypeError(
+        f"a mean is made of numbers and tensors, or of dicts, lists and tuples of them, got {type(value).__name__}"
+    )
+
+
+def _like(leaf: Any, mean: Tensor) -> Any:
+    if not isinstance(leaf, Tensor):
+        return mean.item()
+    dtype = leaf.dtype if leaf.dtype.is_floating_point else torch.get_default_dtype()
+    return mean.to(leaf.device, dtype).reshape(leaf.shape)

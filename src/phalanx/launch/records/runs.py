@@ -1,0 +1,84 @@
+"""The runs under one folder: which there are, which is the newest, and taking old ones away.
+
+Touches only folders that hold a `run.json`, as `rundir` writes it, and never a run whose launcher is still alive.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from phalanx.errors import ConfigError, StateError
+from phalanx.launch.rundir import FACTS, RunDirectory
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """One run, as its folder tells it."""
+
+    path: Path
+    facts: dict[str, Any]
+    written_s: float
+    """When its record was last changed."""
+
+    @property
+    def is_running(self) -> bool:
+        """Whether its launcher is alive, as far as can be known: on another host, whether it says that it runs."""
+        if self.facts.get("state") != "running":
+            return False
+        pid = self.facts.get("pid")
+        if not isinstance(pid, int) or self.facts.get("host") != socket.gethostname():
+            return True
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return False
+        except PermissionError:
+            return True
+        return True
+
+    @property
+    def state(self) -> str:
+        """As recorded, unless the launcher has gone without a word."""
+        recorded = str(self.facts.get("state", "unknown"))
+        return "launcher gone" if recorded == "running" and not self.is_running else recorded
+
+    @property
+    def is_traced(self) -> bool:
+        return bool(self.facts.get("tracing"))
+
+    def num_bytes(self) -> int:
+        """What its files take on the disk."""
+        return sum(path.lstat().st_size for path in self.path.rglob("*") if path.is_file() and not path.is_symlink())
+
+
+def list_runs(parent: str | os.PathLike[str]) -> list[RunInfo]:
+    """The runs under `parent`, the newest first; none where the folder does not exist."""
+    found = []
+    for record in Path(parent).glob(f"*/{FACTS}"):
+        try:
+            facts = RunDirectory(record.parent).facts()
+            found.append(RunInfo(record.parent, facts, record.stat().st_mtime))
+        except (OSError, StateError):
+            continue  # removed meanwhile, or torn by a full disk
+    # By name first: it begins with the time at which the run was started.
+    return sorted(found, key=lambda run: (run.path.name[:15], run.written_s), reverse=True)
+
+
+def newest(parent: str | os.PathLike[str], traced: bool = False) -> RunInfo:
+    """The run that was started last; with `traced`, the last traced one where there is any."""
+    runs = list_runs(parent)
+    if not runs:
+        raise ConfigError(f"there is no run under {parent}. Start one with phalanx run, or name a run directory.")
+    return next((run for run in runs if run.is_traced), runs[0]) if traced else runs[0]
+
+
+def remove(run: RunInfo) -> None:
+    """Take a run's folder away. A run that is still going on is refused."""
+    if run.is_running:
+        raise ConfigError(f"{run.path} is still running. End it first.")
+    shutil.rmtree(run.path)

@@ -1,0 +1,109 @@
+"""The state of a run's ranks now, read from the files in which each writes its pulse. Reads only.
+
+Owns who is the slowest and who waits for whom, in one place for the status line of `phalanx run` and for `phalanx top`.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from phalanx.launch.rundir import RunDirectory
+
+# Below this difference between ranks, in shares of their time, nobody is the slowest.
+_NOTEWORTHY_WAITING = 0.05
+# A rank that has waited so long is not in an ordinary step any more.
+_LONG_WAIT_S = 2.0
+_STALE_S = 5.0
+
+
+@dataclass(frozen=True)
+class RankStatus:
+    """One rank's pulse. `waiting` is the share of the last seconds in which it stood still for communication."""
+
+    rank: int
+    state: str
+    for_s: float
+    step: int
+    steps_per_s: float
+    waiting: float
+    samples_per_s: float
+    loss: float | None
+    resident: int
+    wall_s: float
+
+    @property
+    def silent_s(self) -> float:
+        """How long ago it wrote, beyond what is usual; 0 while it does."""
+        age = time.time() - self.wall_s
+        return age if age > _STALE_S else 0.0
+
+
+def read(directory: RunDirectory) -> list[RankStatus]:
+    """The ranks of the latest start that have written anything yet, by number."""
+    attempt = directory.last_attempt()
+    files = sorted(attempt.glob("rank-*/status.json")) if attempt is not None else []
+    found = [_read_one(file) for file in files]
+    return sorted((one for one in found if one is not None), key=lambda one: one.rank)
+
+
+def _read_one(path: Path) -> RankStatus | None:
+    try:
+        value = json.loads(path.read_text())
+        numbers = {each.name: value[each.name] for each in fields(RankStatus) if each.name not in ("state", "loss")}
+        # A folder from elsewhere may hold anything: what is no number here is no status.
+        if not all(isinstance(number, int | float) for number in numbers.values()):
+            return None
+        loss = value["loss"] if isinstance(value["loss"], int | float) else None
+        return RankStatus(**numbers, state=str(value["state"]), loss=loss)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None  # not written yet, or being made
+
+
+def slowest(ranks: Sequence[RankStatus]) -> RankStatus | None:
+    """The rank that the others wait for most of the time; None where all wait about equally."""
+    working = [one for one in ranks if one.step and one.state != "ended"]
+    if len(working) < 2:
+        return None
+    least = min(working, key=lambda one: one.waiting)
+    most = max(one.waiting for one in working)
+    return least if most - least.waiting > _NOTEWORTHY_WAITING else None
+
+
+def waited_for(ranks: Sequence[RankStatus]) -> list[int]:
+    """Ranks that compute while others have been waiting for long: who holds the run up at this moment."""
+    waiting = [one for one in ranks if one.state == "waiting" and one.for_s > _LONG_WAIT_S]
+    return [one.rank for one in ranks if one.state != "waiting"] if waiting else []
+
+
+def line(ranks: Sequence[RankStatus], world: int) -> str:
+    """All of it in one line."""
+    if not ranks:
+        return "starting"
+    pieces = [f"step {min(one.step for one in ranks)}"] if any(one.step for one in ranks) else ["no step yet"]
+    rate = min(one.steps_per_s for one in ranks)
+    if rate:
+        pieces.append(f"{rate:.3g} steps/s" if rate >= 1 else f"{1 / rate:.3g} s a step")
+    samples = sum(one.samples_per_s for one in ranks)
+    if samples:
+        pieces.append(f"{samples:,.0f} samples/s")
+    losses = [one.loss for one in ranks if one.loss is not None]
+    if losses:
+        pieces.append(f"loss {sum(losses) / len(losses):.4g}")
+    pieces += _people(ranks, world)
+    pieces.append(f"{max(one.resident for one in ranks) / 1e6:,.0f} MB at most")
+    return " · ".join(pieces)
+
+
+def _people(ranks: Sequence[RankStatus], world: int) -> list[str]:
+    held_up = waited_for(ranks)
+    if held_up:
+        longest = max(one.for_s for one in ranks if one.state == "waiting")
+        return [f"waiting for rank {', '.join(map(str, held_up))} since {longest:.0f} s"]
+    late = slowest(ranks)
+    if late is not None:
+        return [f"slowest: rank {late.rank}"]
+    return [f"{len(ranks)} of {world} ranks up"] if len(ranks) < world else []

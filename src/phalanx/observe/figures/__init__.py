@@ -1,0 +1,1 @@
+"""What the report shows, as plain values: sentences, bars, rows. No page, no plotting."""
