@@ -189,7 +189,7 @@ MUTATIONS = (
     Mutation(
         name="clipping: each rank clips by the norm of its own shards",
         file=CLIPPING,
-        old="    total = _norm_of_norms(torch.linalg.vector_norm(own, norm_type), norm_type, collectives)\n",
+        old="    total = _norm_of_norms(torch.linalg.vector_norm(own, norm_type), limits, collectives)\n",
         new="    total = torch.linalg.vector_norm(own, norm_type)\n",
         words="clip overlapped_later",
         tests="tests/zero/test_clipping.py",

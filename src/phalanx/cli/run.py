@@ -122,7 +122,6 @@ def parse_workers(text: str) -> int:
         import torch
 
         from phalanx.launch.worker import threads_for
-        from phalanx.swap.install import SWAP
 
         return torch.cuda.device_count() or min(threads_for(1), _MOST_AUTOMATIC_WORKERS)
     if not text.isdigit() or int(text) < 1:
