@@ -20,6 +20,7 @@ LAYERS = [
     "errors",
     "observe.trace",
     "plan",
+    "comm.untraced",
     "comm.work",
     "comm.failure",
     "comm.collectives",

@@ -5,10 +5,12 @@ Adds nothing to the transport. Must not know of gradients, buckets or steps.
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import AllgatherOptions, BroadcastOptions
 
 from .collectives import Collectives, Work, as_real
 from .group.process_group import collectives_of
@@ -26,8 +28,9 @@ class TorchCollectives(Collectives):
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
-        self.rank = dist.get_rank(group)
-        self.world = dist.get_world_size(group)
+        # Asked of the group itself: torch.distributed knows only those that it made.
+        self.rank = group.rank()
+        self.world = group.size()
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         if device.type == "cpu":
@@ -55,11 +58,79 @@ class TorchCollectives(Collectives):
         return _started(dist.broadcast(as_real(tensor), group=self.group, group_src=source, async_op=True))
 
 
+class UnregisteredCollectives(TorchCollectives):
+    """Collectives of a group that somebody made and did not register with torch.distributed (torchft's are such).
+
+    Uses only what torch's own wrapper asks of a group: `allreduce`, `broadcast` and `allgather` of lists.
+    """
+
+    def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, scale: float = 1.0) -> Work:
+        whole = as_real(input).clone()
+        if scale != 1.0:
+            whole.mul_(scale)
+        work = _started(dist.all_reduce(whole, group=self.group, async_op=True))
+        mine = whole.view(-1).chunk(self.world)[self.rank]
+        return SlicedWork(work, mine, as_real(output).view(-1))
+
+    def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Work:
+        parts = list(as_real(output).view(-1).chunk(self.world))
+        # By this signature: such groups may be written in Python, and have one of c10d's several.
+        return _started(self.group.allgather([parts], [as_real(input).view(-1)], AllgatherOptions()))
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> Work:
+        options = BroadcastOptions()
+        options.rootRank = source
+        return _started(self.group.broadcast([as_real(tensor)], options))
+
+
+class SlicedWork:
+    """A work of which one rank wants a slice."""
+
+    def __init__(self, work: Work, slice_: torch.Tensor, output: torch.Tensor) -> None:
+        self._work = work
+        self._slice = slice_
+        self._output = output
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Block until the slice is in place. May be called again: the same slice is copied once more."""
+        self._work.wait(timeout)
+        self._output.copy_(self._slice)
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self._work.is_completed()
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """The output, in a list, once it is in place."""
+
+        def copied(done: torch.futures.Future[Any]) -> list[torch.Tensor]:
+            done.value()
+            self._output.copy_(self._slice)
+            return [self._output]
+
+        return self._work.get_future().then(copied)
+
+
+def backend_of(group: dist.ProcessGroup) -> str | None:
+    """The name of the group's backend as torch.distributed knows it; None for a group that it has not made."""
+    try:
+        return dist.get_backend(group)
+    except ValueError:
+        return None
+
+
 def collectives_for(group: dist.ProcessGroup) -> Collectives:
     """The fastest collectives that this group offers."""
-    if dist.get_backend(group) == dist.Backend.GLOO:
+    direct = collectives_of(group)
+    if direct is not None:
+        return direct
+    backend = backend_of(group)
+    if backend is None:
+        return UnregisteredCollectives(group)
+    if backend == dist.Backend.GLOO:
         # Here and not above: GlooCollectives derives from the class in this module.
         from .gloo import GlooCollectives
 
         return GlooCollectives(group)
-    return collectives_of(group) or TorchCollectives(group)
+    return TorchCollectives(group)

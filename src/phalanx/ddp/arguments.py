@@ -5,6 +5,7 @@ Every refusal here happens before any communication, so it is the same on every 
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -95,6 +96,12 @@ def check_parameters(named: Sequence[tuple[str, torch.nn.Parameter]]) -> None:
                 f"Modules with uninitialized parameters can't be used with `DistributedDataParallel`: '{name}' "
                 "has no shape yet. Run a dummy forward pass to correctly initialize the modules."
             )
+    for name, param in named:
+        if _is_dtensor(param):
+            raise UnsuitableModel(
+                f"parameter '{name}' is a DTensor, which data parallelism cannot reduce as it is. Pass device_mesh=, the "
+                "data-parallel dimension of the mesh on which the model was parallelised, or wrap before parallelising."
+            )
     if not any(param.requires_grad for _, param in named):
         raise UnsuitableModel(
             "DistributedDataParallel is not needed when a module doesn't have any parameter that requires a "
@@ -108,6 +115,12 @@ def check_parameters(named: Sequence[tuple[str, torch.nn.Parameter]]) -> None:
             "DistributedDataParallel's input module must be on the same type of devices, but input module "
             f"parameters locate in {set(types)} ({where}). Move the module to one type of device before wrapping it."
         )
+
+
+def _is_dtensor(param: torch.Tensor) -> bool:
+    # Where nobody has imported it, nothing can be one; importing it here would cost every program.
+    tensor = sys.modules.get("torch.distributed.tensor")
+    return tensor is not None and isinstance(param, tensor.DTensor)
 
 
 def choose_devices(

@@ -7,39 +7,18 @@ Says so to dynamo without importing it, which takes longer than importing torch.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-
-# Private: `torch.compiler.disable` says the same, but imports dynamo at once and adds a wrapper to every call.
-# tests/compile/test_torch_internals.py notices if these move.
 from torch._C._dynamo import eval_frame
 
-Function = TypeVar("Function", bound=Callable[..., Any])
+from ..comm.untraced import transparent, untraced
+
+__all__ = ["call", "hides_from_dynamo", "on_uncompiled", "report_uncompiled", "transparent", "untraced"]
 
 # Asked after a forward of a wrapper of which nothing has been compiled, with the wrapper and dynamo's callback.
 # Set by the backend that wants to know; None while it is not loaded.
 on_uncompiled: Callable[[Any, Any], None] | None = None
-
-_SKIP, _DEFAULT = eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT
-
-
-def _mark(function: Function, callees: Any) -> Function:
-    code = function.__code__
-    eval_frame.set_code_exec_strategy(code, eval_frame._FrameExecStrategy(_SKIP, callees))
-    # Seen where dynamo would inline the function into a caller's graph.
-    function._torchdynamo_disable = True  # type: ignore[attr-defined]
-    return function
-
-
-def untraced(function: Function) -> Function:
-    """Never compile `function`, nor anything that it calls."""
-    return _mark(function, _SKIP)
-
-
-def transparent(function: Function) -> Function:
-    """Never compile `function` itself; what it calls is compiled as if it were called directly."""
-    return _mark(function, _DEFAULT)
 
 
 def call(module: torch.nn.Module, inputs: Any, kwargs: Any) -> Any:

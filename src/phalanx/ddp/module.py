@@ -24,7 +24,7 @@ from ..comm.hooks import adopt_hook, check_hook
 from ..comm.memory.heap import keep_freed_memory
 from ..comm.replicate import replicate
 from ..comm.torch_backend import collectives_for
-from ..errors import CommunicationError, PhalanxError, ReductionError
+from ..errors import PhalanxError, ReductionError
 from ..observe import trace
 from ..optim.in_backward import in_backward_optimizers
 from ..plan import BucketPlan, build_plan, specs_of
@@ -32,12 +32,15 @@ from ..plan.buckets import DEFAULT_CAP_BYTES
 from . import arguments
 from .agreement import verify_same
 from .features.buffers import BufferHookLocation, BufferSync
+from .features.bypass import Bypass
 from .features.dist_autograd import current_context, gradients_of_context
 from .features.in_backward import StepInBackward, SteppedInBackward
 from .features.join import JoinedTraining, announce_reduction, common_rank
 from .features.precision import LowPrecision, MixedPrecision
 from .features.torch_in_backward import torch_in_backward
 from .frames import call, hides_from_dynamo, report_uncompiled, transparent, untraced
+from .like_torch.base import TorchBase
+from .like_torch.steps import REFUSED_ATTRIBUTES
 from .reducer import HookStrategy, Reducer, ReducerOptions
 from .reducer.arming import Forward
 from .reducer.tail import check_weight
@@ -50,7 +53,7 @@ from .wrappers import announce
 # Made anew by `_assemble`, so not saved with the wrapper.
 _TRANSIENT = frozenset(
     "process_group device_mesh collectives buffer_sync reducer timeline _low _trained _frozen _first_plan _hook "
-    "_in_backward_adopted".split()
+    "_in_backward_adopted _open_forwards".split()
 )
 
 
@@ -65,12 +68,13 @@ def _activate(wrapper: Any, cut_key: str | None) -> None:
     TorchNames._active_ddp_module, TorchNames._active_cut_key = wrapper, cut_key
 
 
-class DistributedDataParallel(TorchNames, torch.nn.Module, Joinable):
+class DistributedDataParallel(TorchBase):
     """Train `module` on every rank of a group with gradients averaged during backward.
 
     All of torch 2.13's arguments are taken and mean the same. One more, `on_unused`, says what to do when
     no rank used some parameter: "warn" once (default), "raise", or "ignore". Parameters and buffers are
-    replicated from rank 0 at construction; after every backward all ranks hold bit-identical gradients.
+    replicated from rank 0 at construction; after every backward all ranks hold bit-identical gradients. It is a
+    subclass of torch's wrapper, for libraries that ask, and runs none of its code.
     """
 
     def __init__(
@@ -98,7 +102,7 @@ class DistributedDataParallel(TorchNames, torch.nn.Module, Joinable):
         *,
         on_unused: str | None = None,
     ) -> None:
-        torch.nn.Module.__init__(self)
+        torch.nn.Module.__init__(self)  # not torch's wrapper's, of which nothing runs
         Joinable.__init__(self)
         arguments.check_module(module)
         keep_freed_memory(os.environ)
@@ -166,7 +170,7 @@ class DistributedDataParallel(TorchNames, torch.nn.Module, Joinable):
         params = [param for _, param in trained]
         self.reducer = Reducer(params, self._first_plan, self.collectives, options)
         self.timeline = Timeline(self.reducer)
-        self.reducer.listeners.append(self.timeline)
+        self.reducer.listeners += [self.timeline, Bypass(self)]
         if self._low is not None:
             self.reducer.listeners.append(self._low)
         self.collectives.board.announce_uncaught()
@@ -249,7 +253,7 @@ class DistributedDataParallel(TorchNames, torch.nn.Module, Joinable):
                 self._adopt_in_backward_optimizers()
         Join.notify_join_context(self)
         if torch.is_grad_enabled() or self._join_config.enable:
-            self._sync_buffers(BufferHookLocation.PRE_FORWARD)
+            self._sync_buffers_at(BufferHookLocation.PRE_FORWARD)
         if self._join_config.enable:
             announce_reduction(self, self.require_backward_grad_sync)
         if self.device_ids:
@@ -264,7 +268,7 @@ class DistributedDataParallel(TorchNames, torch.nn.Module, Joinable):
     def _after_forward(self, forward: Forward | None, output: Any) -> None:
         self.timeline.forward_end_ns = trace.now_ns()
         if torch.is_grad_enabled() or self._join_config.enable:
-            self._sync_buffers(BufferHookLocation.POST_FORWARD)
+            self._sync_buffers_at(BufferHookLocation.POST_FORWARD)
         if forward is not None:
             self.require_forward_param_sync = forward.reduces
         if forward is None:
@@ -312,7 +316,7 @@ class DistributedDataParallel(TorchNames, torch.nn.Module, Joinable):
         """Whether the next forward synchronises buffers."""
         return self.require_forward_param_sync and self.forward_sync_buffers and bool(self.buffer_sync.named())
 
-    def _sync_buffers(self, location: BufferHookLocation) -> None:
+    def _sync_buffers_at(self, location: BufferHookLocation) -> None:
         if self.forward_sync_buffers and self.buffer_sync.due(location) and self.will_sync_module_buffers():
             source = common_rank(self, True) if self._join_config.enable else 0
             self.buffer_sync.run(self.collectives, source)
@@ -397,13 +401,15 @@ class DistributedDataParallel(TorchNames, torch.nn.Module, Joinable):
     # -- being a module ------------------------------------------------------------------------
 
     def train(self, mode: bool = True) -> DistributedDataParallel:
-        super().train(mode)
+        torch.nn.Module.train(self, mode)
         return self
 
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
+            if name in REFUSED_ATTRIBUTES:
+                raise AttributeError(f"phalanx's wrapper has no {name!r}. Read {REFUSED_ATTRIBUTES[name]}.") from None
             wrapped = self.__dict__.get("_modules", {}).get("module")
             if wrapped is None or name.startswith("__"):
                 raise
@@ -428,11 +434,7 @@ class DistributedDataParallel(TorchNames, torch.nn.Module, Joinable):
             self.register_comm_hook(*hook)
 
     def __getstate__(self) -> dict[str, Any]:
-        if not dist.is_initialized() or self.process_group != dist.group.WORLD:
-            raise CommunicationError(
-                "DDP Pickling/Unpickling are only supported when using DDP with the default process group. "
-                "Save state_dict() instead."
-            )
+        self._check_default_group()
         return {name: value for name, value in self.__dict__.items() if name not in _TRANSIENT}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from ..comm.hooks import allreduce_hook, fp16_compress_hook
 from ..comm.replicate import CHUNK_BYTES, replicate
+from ..comm.torch_backend import backend_of
 from ..errors import ConfigError, ReductionError
 from .features.buffers import BufferHook, BufferHookLocation
 
@@ -174,7 +175,7 @@ class TorchNames:
             "gradient_as_bucket_view": int(ddp.gradient_as_bucket_view),
             "static_graph": int(ddp.static_graph),
             "can_set_static_graph": int(reducer.usage.looks_static),
-            "backend_name": dist.get_backend(ddp.process_group),
+            "backend_name": backend_of(ddp.process_group) or ddp.process_group.name(),
             # As in torch, the step that the times below belong to.
             "iteration": 0 if timeline.latest is None else timeline.latest.step,
             "dtypes": ", ".join(dtypes),

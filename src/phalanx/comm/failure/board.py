@@ -38,9 +38,9 @@ class FailureBoard:
     """The notes of one process group. Every call is bounded in time and raises nothing of the store's."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self.rank = dist.get_rank(group)
-        self.world = dist.get_world_size(group)
-        self._store = dist.PrefixStore("phalanx/failures", group.get_group_store())
+        self.rank = group.rank()
+        self.world = group.size()
+        self._store = dist.PrefixStore("phalanx/failures", _store_of(group))
         # A rank's first error is the cause; those after it are consequences, and would only cover it up.
         self._posted = False
         self.last_words: str | None = None  # what this rank posted last, retracted or not
@@ -139,6 +139,16 @@ class FailureBoard:
             return bool(self._store.check(["reachable"])) or True
         except (RuntimeError, OSError):
             return False
+
+
+def _store_of(group: dist.ProcessGroup) -> dist.Store:
+    """The store that the group's ranks share; one of this rank alone for a group that was made without."""
+    try:
+        store = group.get_group_store()
+    except RuntimeError:
+        store = None
+    # Notes on it reach nobody, and nobody's reach us: failures are then known by what the transport says.
+    return dist.HashStore() if store is None else store
 
 
 # Weak: a board goes with its group, and must not be posted to afterwards.

@@ -7,6 +7,7 @@ transport said into an error that names the rank. Must not know of parameters.
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from datetime import timedelta
@@ -79,6 +80,9 @@ class Waiter:
         except CommunicationError as error:
             raise type(error)(f"{where}: {error}", error.ranks) from error
         except RuntimeError as error:
+            if (named := _named_in(str(error))) is not None:
+                kind, words = named
+                raise kind(f"{where}: {words}") from error
             # A hook's own mistake stays what it is; only what a rank or a connection did is explained.
             failed = self.board.failures() or _is_transport(error)
             raise (self.explain(error, where, _is_timeout(error)) if failed else error) from error
@@ -109,6 +113,15 @@ class Waiter:
                 missing,
             )
         return PeerFailure(f"{me}: rank {who} died, left the group or hangs. Look at its log. ({words})", missing)
+
+
+_NAMED = {kind.__name__: kind for kind in (CommunicationError, PeerFailure, CollectiveTimeout)}
+
+
+def _named_in(text: str) -> tuple[type[CommunicationError], str] | None:
+    """The error of ours that a future's text quotes: C++ keeps of a callback's exception only what it said."""
+    found = re.search(rf"\b({'|'.join(_NAMED)}): (.*?)(?:\n\nAt:\n|\Z)", text, re.DOTALL)
+    return None if found is None else (_NAMED[found[1]], found[2].strip())
 
 
 def _is_timeout(error: BaseException) -> bool:

@@ -4,6 +4,10 @@ A call whose caller waits for it runs in the caller's own thread when nothing is
 saves two changes of thread. One submitted to be waited for later runs on the lane's thread, or on that of
 the first who waits for it, whoever comes first; the order is the same in any case.
 
+Callbacks of a work's future run in the thread that ran the work, before the next work of the queue. A collective that such a
+callback starts runs at once, in the same thread: so it is already over when the callback waits for it, and every rank
+runs it at the same place in the order, however late or early the next work was queued (docs/design/shared-memory.md).
+
 The lane owns the group's operations, and so its end. It is shared by the c10d backend and by the direct
 path of the reducer.
 """
@@ -18,139 +22,10 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from ...errors import CollectiveTimeout, CommunicationError
+from ...errors import CommunicationError
 from ..shm.ops.call import UNSET, Call
 from ..shm.ops.operations import Operations
-
-_UNLIMITED = timedelta(0)
-
-
-class LaneWork(dist.Work):
-    """Calls queued on a lane, as one work. c10d's C++ code may hold it as well as Python's."""
-
-    def __init__(self, lane: Lane, calls: Sequence[Call]) -> None:
-        super().__init__()
-        self._lane = lane
-        self._verb = calls[0].verb
-        # Let go of when they have run: whoever keeps a work is not to keep its inputs.
-        self._calls: Sequence[Call] | None = calls
-        self._result = _outputs(calls)
-        self._error: BaseException | None = None
-        self._done = threading.Event()
-        self._lock = threading.Lock()
-        self._future: torch.futures.Future[list[torch.Tensor]] | None = None
-
-    def wait(self, timeout: timedelta = _UNLIMITED) -> bool:
-        """Block until the result is in place; raise what went wrong."""
-        if not self._done.is_set():
-            limit = timeout.total_seconds()
-            if limit <= 0:
-                self._lane.help_until(self)
-            if not self._done.is_set() and not self._done.wait(limit if limit > 0 else None):
-                raise CollectiveTimeout(f"{self._verb.name.lower()} was not finished within {limit:g} s.")
-        if self._error is not None:
-            raise self._error
-        return True
-
-    def is_completed(self) -> bool:
-        """Whether `wait` would return or raise at once."""
-        return self._done.is_set()
-
-    def is_success(self) -> bool:
-        """Whether the collective has finished without an error."""
-        return self._done.is_set() and self._error is None
-
-    def exception(self) -> BaseException | None:
-        """What went wrong, if anything."""
-        return self._error
-
-    def synchronize(self) -> None:
-        """Wait, as c10d's streams do."""
-        self.wait()
-
-    def result(self) -> list[torch.Tensor]:
-        """The tensors the collective filled in."""
-        self.wait()
-        return self._result
-
-    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        """The result as a future; made on first asking, as few ask."""
-        with self._lock:
-            if self._future is None:
-                self._future = torch.futures.Future()
-                if self._done.is_set():
-                    self._resolve(self._future)
-            return self._future
-
-    def perform(self, refusal: CommunicationError | None = None) -> None:
-        """Run, or be refused; in either case be done. Called by the lane, once."""
-        calls, self._calls = self._calls, None
-        assert calls is not None, "a lane runs each work once"
-        try:
-            if refusal is not None:
-                raise refusal
-            self._lane.run(calls)
-        except BaseException as error:
-            self._error = error
-        # Together with `get_future`: a future made in between is resolved there or here, never by neither.
-        with self._lock:
-            self._done.set()
-            future = self._future
-        if future is not None:
-            self._resolve(future)
-
-    def _resolve(self, future: torch.futures.Future[list[torch.Tensor]]) -> None:
-        if self._error is None:
-            future.set_result(self._result)
-        elif isinstance(self._error, Exception):
-            _fail(future, self._error)
-        else:
-            _fail(future, CommunicationError(f"{self._verb.name.lower()}: {self._error!r}"))
-
-
-def _fail(future: torch.futures.Future[list[torch.Tensor]], error: Exception) -> None:
-    future.set_exception(error)  # type: ignore[arg-type]  # torch's annotation asks for a result
-
-
-class CompletedWork(dist.Work):
-    """A collective that ran in its caller's thread and is over."""
-
-    def __init__(self, result: list[torch.Tensor]) -> None:
-        super().__init__()
-        self._result = result
-
-    def wait(self, timeout: timedelta = _UNLIMITED) -> bool:
-        """Nothing to wait for."""
-        return True
-
-    def is_completed(self) -> bool:
-        """Always."""
-        return True
-
-    def is_success(self) -> bool:
-        """Always: a failure was raised to the caller."""
-        return True
-
-    def exception(self) -> None:
-        """Nothing."""
-
-    def synchronize(self) -> None:
-        """Nothing to do."""
-
-    def result(self) -> list[torch.Tensor]:
-        """The tensors the collective filled in."""
-        return self._result
-
-    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        """The result as a future."""
-        future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
-        future.set_result(self._result)
-        return future
-
-
-def _outputs(calls: Sequence[Call]) -> list[torch.Tensor]:
-    """The tensors that calls fill in, as the caller gave them; asked before any is made flat."""
-    return [tensor for call in calls for tensor in call.outputs]
+from .lane_work import UNLIMITED, CompletedWork, LaneWork, outputs_of
 
 
 class Lane:
@@ -169,13 +44,17 @@ class Lane:
         self._turn = threading.Lock()  # held by whoever carries out calls
         self._queued = threading.Semaphore(0)
         self._thread: threading.Thread | None = None
+        # The thread that runs callbacks of a work it has just carried out; it has the turn.
+        self._in_callbacks: int | None = None
         self._closed: CommunicationError | None = None
 
     def submit(self, calls: Sequence[Call], blocking: bool = False, timeout: timedelta = UNSET) -> dist.Work:
         """Carry out `calls`, one after the other, as one work; return when they are over if `blocking`."""
-        limit = self._time_limit() if timeout <= _UNLIMITED else timeout
+        limit = self._time_limit() if timeout <= UNLIMITED else timeout
         for call in calls:
             call.timeout = limit
+        if self._in_callbacks == threading.get_ident():
+            return self._run_inside(calls, blocking)
         if not blocking:
             return self._start(calls)
         # Not in an inference-mode thread, which would leave tensors behind that others may not write to.
@@ -183,7 +62,7 @@ class Lane:
             try:
                 if self._closed is not None:
                     raise self._closed
-                result = _outputs(calls)
+                result = outputs_of(calls)
                 self.run(calls)
             finally:
                 self._turn.release()
@@ -201,13 +80,18 @@ class Lane:
 
     def help_until(self, work: LaneWork) -> None:
         """Run works from the queue, this one included, unless another thread is at it."""
+        if self._in_callbacks == threading.get_ident():
+            # A callback waits for a work that was queued later. This thread has the turn: nobody else can run it.
+            while not work.is_completed() and self._queue:
+                self._perform(self._queue.popleft())
+            return
         if torch.is_inference_mode_enabled():
             return
         while not work.is_completed() and self._turn.acquire(blocking=False):
             try:
                 if not self._queue:
                     return
-                self._queue.popleft().perform(self._closed)
+                self._perform(self._queue.popleft())
             finally:
                 self._turn.release()
 
@@ -230,7 +114,7 @@ class Lane:
         self.operations.leave(reason)
         with self._turn:
             while self._queue:
-                self._queue.popleft().perform(reason)
+                self._perform(self._queue.popleft())
         if self._thread is not None and self._thread is not threading.current_thread():
             self._queued.release()
             self._thread.join()
@@ -249,8 +133,26 @@ class Lane:
         # The thread is not there in the child, and locks that it held would be held for ever.
         self._queue.clear()
         self._turn = threading.Lock()
-        self._thread = None
+        self._thread = self._in_callbacks = None
         self.operations.abandon()
+
+    def _perform(self, work: LaneWork) -> None:
+        """Carry out a work, then run its callbacks. The caller has the turn."""
+        work.perform(self._closed)
+        # Only now: a signal handler that starts a collective in the midst of `perform` must not run it in there.
+        before, self._in_callbacks = self._in_callbacks, threading.get_ident()
+        try:
+            work.tell()
+        finally:
+            self._in_callbacks = before
+
+    def _run_inside(self, calls: Sequence[Call], blocking: bool) -> dist.Work:
+        """A callback starts a collective: it runs now, since the thread that would run it later is this one."""
+        work = LaneWork(self, calls)
+        self._perform(work)
+        if blocking:
+            work.wait()
+        return work
 
     def _start(self, calls: Sequence[Call]) -> LaneWork:
         if self._closed is not None:
@@ -269,6 +171,6 @@ class Lane:
             with self._turn:
                 # Empty if whoever waited for the work was quicker.
                 if self._queue:
-                    self._queue.popleft().perform(self._closed)
+                    self._perform(self._queue.popleft())
                 elif self._closed is not None:
                     return

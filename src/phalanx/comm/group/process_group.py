@@ -31,6 +31,7 @@ from torch.distributed.distributed_c10d import (
 from ..collectives import Collectives
 from ..shm.ops.call import Call, gather_call, scatter_call
 from ..shm.transport.signature import Verb
+from ..untraced import all_untraced
 from .arguments import Options, all_fit, fits, listed, movable, options_of, reduce_op, split
 from .connect import connect
 from .devices import DeviceBackends
@@ -43,6 +44,7 @@ from .lifetime import close_at_exit
 # backends handed on to have no types.
 
 
+@all_untraced
 class PhalanxProcessGroup(dist.ProcessGroup):
     """A c10d process group through shared memory.
 

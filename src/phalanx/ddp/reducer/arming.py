@@ -7,7 +7,8 @@ object, a penalty with a backward of its own) is reduced all the same.
     a backward that brings gradient to a parameter          is reduced
     reached an output of a forward that we saw              if that forward was run outside no_sync(); as often as it comes
     reached none                                            if a forward has run whose backward has not come yet
-    reached none, and every forward has had its backward    not: it went around the wrapper
+    reached none, and every forward has had its backward    not: it went around the wrapper, of which listeners hear
+    any, after `demand`                                     is: whoever demands it knows better (Lightning, Accelerate)
 
 A `backward()` that reached an output to be reduced and brought gradient to no parameter at all is reduced as well, unless
 all parameters are frozen: other ranks may have used some.
@@ -84,6 +85,8 @@ class Arming:
         self._waiting: deque[Forward] = deque(maxlen=_MOST_WAITING)
         self._had_backward = False
         self._ending: Callable[[], Ending | None] = _none
+        self._demanded: Forward | None = None
+        self.went_around = False  # whether the last `begin` found a backward that no forward has armed
 
     def forward_began(self, reduces: bool) -> Forward:
         """Armed before the module runs: a backward inside forward is one of ours too."""
@@ -91,9 +94,14 @@ class Arming:
             # Older ones had their chance; only forwards in a row wait for as many backwards.
             self._waiting.clear()
             self._had_backward = False
+        self._demanded = None  # a demand is for a backward that comes at once
         forward = Forward(reduces)
         self._waiting.append(forward)
         return forward
+
+    def demand(self) -> None:
+        """The next backward is reduced, whether or not forwards say so."""
+        self._demanded = Forward(reduces=True)
 
     @property
     def noted(self) -> Ending | None:
@@ -119,7 +127,8 @@ class Arming:
         """A pass has reached an output of `forward`, or one of our parameters."""
         ending = self._ending()
         if ending is None:
-            ending = Ending(listener, forward)
+            demanded, self._demanded = self._demanded, None
+            ending = Ending(listener, demanded or forward)
             self._ending = weakref.ref(ending)
             ending.queue()
         elif forward.reduces:
@@ -129,6 +138,7 @@ class Arming:
     def begin(self, listener: PassListener) -> bool:
         """A parameter has got gradient: whether a reduction begins with it."""
         ending = self._ending()
+        self.went_around = False
         if ending is not None:
             forward = ending.forward
             ending.has_gradients = True
@@ -139,7 +149,10 @@ class Arming:
         else:
             # As torch, which disarms with the first backward; but for outputs into which we cannot look.
             waiting = [each for each in self._waiting if each.waits and (each.is_opaque or not self._had_backward)]
+            if self._demanded is not None:
+                waiting = [self._demanded]
             if not waiting:
+                self.went_around = True
                 return False
             waiting[-1].waits = False
             self._note_outermost(listener, waiting[-1])

@@ -38,6 +38,9 @@ class Listener:
     def local_backward_ended(self) -> None:
         """A backward through the wrapper has ended that was not reduced."""
 
+    def went_around(self) -> None:
+        """A gradient came in a backward that no forward of the wrapper has armed; it is not reduced. Once per gradient."""
+
     def pass_failed(self) -> None:
         """The pass was given up. Its gradients are not reduced."""
 

@@ -27,6 +27,7 @@ from ...plan import Bucket as PlannedBucket
 from ...plan import BucketPlan
 from ..engine import current_backward
 from ..frames import untraced
+from ..like_torch.reducer import TorchReducer
 from ..messages import torn, unused_everywhere
 from . import slot
 from .arming import Arming, Forward
@@ -52,7 +53,7 @@ class ReducerOptions:
     drop_unused: bool = False
 
 
-class Reducer:
+class Reducer(TorchReducer):
     """Reduces the gradients of `params` (registration order) by `plan`, over `collectives`."""
 
     def __init__(
@@ -229,6 +230,9 @@ class Reducer:
     def begin(self) -> Pass | None:
         """A parameter got gradient while no pass was under way: the pass that begins with it, if one does."""
         if not self._arming.begin(self):
+            if self._arming.went_around:
+                for listener in self.listeners:
+                    listener.went_around()
             return None
         self.recover()
         self.current = Pass(self, joined=False, may_nest=self._arming.may_nest)
