@@ -24,6 +24,7 @@ PUBLIC_NAMES: list[str] = [
     "ZeroRedundancyOptimizer",
     "compile",
     "init",
+    "install",
     "observe",
     "optim",
     "remote",

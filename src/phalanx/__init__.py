@@ -19,6 +19,7 @@ from .zero import ZeroRedundancyOptimizer
 if TYPE_CHECKING:
     from . import compile, observe, remote
     from .remote import DistributedOptimizer
+    from .swap import install
 
 __version__ = "0.1.0"
 
@@ -32,6 +33,7 @@ __all__ = [
     "ZeroRedundancyOptimizer",
     "compile",
     "init",
+    "install",
     "observe",
     "optim",
     "remote",
@@ -40,6 +42,7 @@ __all__ = [
 _LAZY = {
     "DistributedOptimizer": (".remote", "DistributedOptimizer"),
     "compile": (".compile", None),
+    "install": (".swap", "install"),
     "observe": (".observe", None),
     "remote": (".remote", None),
 }

@@ -35,6 +35,7 @@ class Worker:
         self.launcher = environment.launcher
         self.device = device
         self.backend = backend
+        self.pid = os.getpid()
         # Weak: a group that the script destroys must be able to go.
         self._group = weakref.ref(dist.group.WORLD)
 
@@ -101,10 +102,12 @@ def init(
 
 
 def leave() -> None:
-    """Leave the group that `init` joined. Harmless when there is none."""
+    """Leave the group that `init` joined. Harmless when there is none, and in a child that was forked since."""
     global _worker
+    is_inherited = _worker is not None and _worker.pid != os.getpid()
     _worker = None
-    if dist.is_initialized():
+    # A forked child has the group's memory and none of its threads: to leave would wait for those for ever.
+    if dist.is_initialized() and not is_inherited:
         dist.destroy_process_group()
 
 
