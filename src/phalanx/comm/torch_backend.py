@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import AllgatherOptions, BroadcastOptions
 
+from ..errors import CommunicationError, PhalanxError
 from .collectives import Collectives, Work, as_real
 from .group.process_group import collectives_of
 from .memory.pages import zeros_in_pages
@@ -64,6 +65,15 @@ class UnregisteredCollectives(TorchCollectives):
     Uses only what torch's own wrapper asks of a group: `allreduce`, `broadcast` and `allgather` of lists.
     """
 
+    def wait(self, work: Work, where: str) -> None:
+        """Return when `work` is done. Without a limit of ours: works made from futures know no wait with one."""
+        try:
+            work.wait()
+        except PhalanxError:
+            raise
+        except RuntimeError as error:
+            raise CommunicationError(f"rank {self.rank}: {where}: {error}") from error
+
     def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, scale: float = 1.0) -> Work:
         whole = as_real(input).clone()
         if scale != 1.0:
@@ -93,7 +103,8 @@ class SlicedWork:
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Block until the slice is in place. May be called again: the same slice is copied once more."""
-        self._work.wait(timeout)
+        # A limit only if one is given: see `UnregisteredCollectives.wait`.
+        self._work.wait(timeout) if timeout else self._work.wait()
         self._output.copy_(self._slice)
         return True
 

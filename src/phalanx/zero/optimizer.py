@@ -84,7 +84,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         self.optimizer_class = optimizer_class
         collectives = collectives_for(self.process_group)
         self.rank, self.world_size = collectives.rank, collectives.world
-        self.global_rank = dist.get_rank()
+        self.global_rank = dist.get_rank() if dist.is_initialized() else self.rank
         choice = choose_partition(optimizer_class, partition, self.world_size, defaults)
         self.partition, self.partition_reason = choice.partition, choice.reason
         as_views = self.parameters_as_bucket_view and not overlap_with_ddp

@@ -169,7 +169,8 @@ ENDINGS = {"raises": 1, "exits": 0, "killed": -signal.SIGKILL, "silent": 0}
 
 
 # All of them in `make soak`; always, every way to fail for one program and one way for every program.
-ALWAYS = {("DDP", kind) for kind in ENDINGS} | set(zip(PROGRAMS, itertools.cycle(["killed", "raises", "silent"]), strict=False))
+_ONE_EACH = zip(PROGRAMS, itertools.cycle(["killed", "raises", "silent"]), strict=False)
+ALWAYS = {("DDP", kind) for kind in ENDINGS} | set(_ONE_EACH)
 CASES = [
     pytest.param(*case, marks=() if case in ALWAYS else pytest.mark.soak) for case in itertools.product(PROGRAMS, ENDINGS)
 ]

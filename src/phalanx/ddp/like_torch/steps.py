@@ -170,10 +170,6 @@ class TorchSteps:
     def _is_due(self, location: BufferHookLocation) -> bool:
         return self._wrapper.will_sync_module_buffers() and self._wrapper.buffer_sync.due(location)
 
-    def _check_and_sync_module_buffers(self) -> None:
-        if self._check_sync_bufs_pre_fwd():
-            self._sync_module_buffers(common_rank(self._wrapper, False))
-
     def _sync_buffers(self) -> None:
         wrapper = self._wrapper
         self._sync_module_buffers(common_rank(wrapper, True) if wrapper._join_config.enable else 0)
@@ -248,6 +244,7 @@ class TorchSteps:
     _delayed_all_reduce_hook = _refused("_delayed_all_reduce_hook", _USE_DELAY)
     _register_delay_all_reduce_hook = _refused("_register_delay_all_reduce_hook", _USE_DELAY)
     _ddp_init_helper = _refused("_ddp_init_helper", "Wrap the model again.")
+    _check_and_sync_module_buffers = _refused("_check_and_sync_module_buffers", _USE_JOIN)
     _sync_final_model = _refused("_sync_final_model", _USE_JOIN)
     _match_all_reduce_for_bwd_pass = _refused("_match_all_reduce_for_bwd_pass", _USE_JOIN)
     _match_unused_params_allreduce = _refused("_match_unused_params_allreduce", _USE_JOIN)
