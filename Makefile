@@ -14,15 +14,19 @@ EDITABLE := $(INSTALL) --no-build-isolation -e
 # What DeepSpeed and torchft want stays out of .venv: theirs is a second one, which sees the first through base.pth.
 PEERS := .venv-peers
 PEERS_STAMP := $(PEERS)/installed
+# And the frameworks of test-integrations in a third, at the versions of tests/integrations/requirements.txt.
+INTEGRATIONS := .venv-integrations
+INTEGRATIONS_STAMP := $(INTEGRATIONS)/installed
 SUDO := $(shell test "$$(id -u)" = 0 || echo "sudo -n")
 PURELIB := import sysconfig; print(sysconfig.get_path("purelib"))
 
-.PHONY: help setup browser demo test fuzz mutants check bench bench-peers soak docs clean distclean
+.PHONY: help setup browser demo test test-integrations fuzz mutants check bench bench-peers soak docs clean distclean
 
 help:
 	@echo "make setup        create .venv and install phalanx into it with everything below needs"
 	@echo "make demo         train a small GPT on two workers and show what happened"
 	@echo "make test         the whole test suite"
+	@echo "make test-integrations  Accelerate, Transformers, Lightning, timm and Ray on phalanx, in .venv-integrations"
 	@echo "make fuzz         training programs drawn at random, against the mean by hand (SECONDS=600 SEED=0)"
 	@echo "make mutants      deliberate mistakes in a copy of the package: does the fuzzer, or a test, notice?"
 	@echo "make browser      install chromium for the tests of the report, where apt and the right to use it are there"
@@ -59,6 +63,16 @@ browser:
 TEST_WORKERS ?= 4
 test: $(STAMP)
 	$(BIN)/python -m pytest tests -n $(TEST_WORKERS)
+
+# Installed with torch pinned; see constraints.txt.
+$(INTEGRATIONS_STAMP): $(STAMP) tests/integrations/requirements.txt
+	test -x $(INTEGRATIONS)/bin/python || $(BIN)/python -m venv $(INTEGRATIONS)
+	echo "import site; site.addsitedir('$$($(BIN)/python -c '$(PURELIB)')')" > "$$($(INTEGRATIONS)/bin/python -c '$(PURELIB)')/base.pth"
+	$(INTEGRATIONS)/bin/python -m pip install -q -c constraints.txt -r tests/integrations/requirements.txt
+	touch $@
+
+test-integrations: $(INTEGRATIONS_STAMP)
+	PHALANX_INTEGRATIONS=1 OMP_NUM_THREADS=1 $(INTEGRATIONS)/bin/python -m pytest tests/integrations -p no:xdist -rs
 
 fuzz: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz --seconds $(or $(SECONDS),600) --seed $(or $(SEED),0)
@@ -99,4 +113,4 @@ clean:
 	find . -name __pycache__ -not -path "./$(VENV)/*" -prune -exec rm -rf {} +
 
 distclean: clean
-	rm -rf $(VENV) $(PEERS)
+	rm -rf $(VENV) $(PEERS) $(INTEGRATIONS)

@@ -269,10 +269,10 @@ class DistributedDataParallel(TorchBase):
         self.timeline.forward_end_ns = trace.now_ns()
         if torch.is_grad_enabled() or self._join_config.enable:
             self._sync_buffers_at(BufferHookLocation.POST_FORWARD)
-        if forward is not None:
-            self.require_forward_param_sync = forward.reduces
         if forward is None:
             return
+        # Asked now and not when forward began: Lightning's manual optimisation takes it back inside.
+        self.require_forward_param_sync = self.require_backward_grad_sync
         context_id = current_context()
         if context_id is not None:
             forward.elsewhere = partial(gradients_of_context, context_id)

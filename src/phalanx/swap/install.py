@@ -28,12 +28,13 @@ _patched: list[tuple[ModuleType, str, Any]] = []
 _installed = False
 
 
-def install() -> None:
+def install(*rebound: str) -> None:
     """Make torch's DDP, ZeroRedundancyOptimizer, DistributedOptimizer, hooks and gloo phalanx's, everywhere.
 
     Call it before whatever imports them by name. In both of torch's module paths, also in modules that are imported
     later and in processes that this one starts. What stays torch's: `torch.distributed._composable.replicate`, and
-    modules that bound a name before, which a warning lists. Calling it again does nothing.
+    modules that bound a name before, which a warning lists. Of libraries named in `rebound` (by their top module) such
+    names become ours as well: for plug-ins that know the library. Calling it again does nothing.
     """
     global _installed
     if _installed:
@@ -46,9 +47,14 @@ def install() -> None:
     for name in GROUP_MAKERS:
         when_imported(name, _swap_makers)
     _tell_children()
-    if early := _bound_early():
+    early = _bound_early()
+    for module, name, replacement in early:
+        if module.__name__.split(".")[0] in rebound:
+            _replace(module, name, replacement)
+    left = [f"{module.__name__} ({name})" for module, name, _ in early if module.__name__.split(".")[0] not in rebound]
+    if left:
         warnings.warn(
-            "phalanx.install() came after " + "; ".join(early) + ". These keep torch's own. Call phalanx.install() before "
+            "phalanx.install() came after " + ", ".join(left) + ". These keep torch's own. Call phalanx.install() before "
             "importing them, or start the program with `phalanx run --swap`.",
             stacklevel=2,
         )
@@ -107,15 +113,14 @@ def _tell_children() -> None:
         os.environ["PYTHONPATH"] = os.pathsep.join([_SITE, *filter(None, paths)])
 
 
-def _bound_early() -> list[str]:
-    """Who outside of torch and phalanx had bound an original: `module (name, …)`."""
-    originals = {id(original) for _, _, original in _patched}
+def _bound_early() -> list[tuple[ModuleType, str, Any]]:
+    """Who outside of torch and phalanx had bound an original: module, its name for it, and what it is swapped for."""
+    replacements = {id(original): getattr(module, name) for module, name, original in _patched}
     found = []
     for name, module in sorted(sys.modules.items()):
         # Some put objects of their own into sys.modules, or None.
         if not isinstance(module, ModuleType) or name.split(".")[0] in ("torch", "phalanx"):
             continue
-        held = sorted(key for key, value in list(vars(module).items()) if id(value) in originals)
-        if held:
-            found.append(f"{name} ({', '.join(held)})")
+        bound = ((key, replacements.get(id(value))) for key, value in list(vars(module).items()))
+        found += [(module, key, replacement) for key, replacement in bound if replacement is not None]
     return found

@@ -286,7 +286,8 @@ def collectives_of(group: dist.ProcessGroup) -> Collectives | None:
     return ShmCollectives(group, group.lane) if isinstance(group, PhalanxProcessGroup) else None
 
 
-def _create(options: Any, _: Any) -> PhalanxProcessGroup:
+def create(options: Any, _: Any) -> PhalanxProcessGroup:
+    """A group as c10d asks for one."""
     ranks = options.global_ranks_in_group or range(options.group_size)
     return PhalanxProcessGroup(options.store, options.group_rank, options.group_size, ranks, options.timeout)
 
@@ -294,7 +295,7 @@ def _create(options: Any, _: Any) -> PhalanxProcessGroup:
 def register() -> None:
     """Make the backend known to c10d, once."""
     if not hasattr(dist.Backend, "PHALANX"):
-        dist.Backend.register_backend("phalanx", _create, extended_api=True, devices=["cpu"])
+        dist.Backend.register_backend("phalanx", create, extended_api=True, devices=["cpu"])
 
 
 register()

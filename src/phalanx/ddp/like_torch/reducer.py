@@ -32,6 +32,9 @@ class TorchReducer:
         """Whether buckets were made anew just now. They are at the end of the first backward, never in a forward."""
         return False
 
+    def _delay_all_reduce(self) -> None:
+        """Torch's first backward of a static graph has to be flushed by hand; ours ends by itself."""
+
     def _set_static_graph(self) -> None:
         self._ours.options.static_graph = True
 
@@ -76,9 +79,6 @@ class TorchReducer:
 
     def _run_allreduce_hook(self, bucket: Any) -> Any:
         raise _refusal("_run_allreduce_hook", "Call phalanx's allreduce_hook.")
-
-    def _delay_all_reduce(self) -> Any:
-        raise _refusal("_delay_all_reduce", "Pass delay_all_reduce_named_params= to the constructor.")
 
     def _set_optimizer_in_backward(self) -> Any:
         raise _refusal("_set_optimizer_in_backward", "Use phalanx.optim.apply_in_backward.")
