@@ -1,7 +1,7 @@
 """Makes `init_process_group("phalanx")` work in programs that import no phalanx.
 
-Torch calls `autoload` at the end of its own import (entry point group "torch.backends"). A module of its own, since importing
-the package here would import all of it into every program that imports torch.
+Torch calls `autoload` at the end of its own import (entry point group "torch.backends"). A module of its own: importing the
+package here would import all of it into every program that imports torch.
 """
 
 from __future__ import annotations

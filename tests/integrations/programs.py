@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 Weights = list[torch.Tensor]
 
-# PyPI's torchvision is built for a torch with CUDA. Beside one without, its operators do not load, and its import (timm's, and
-# Transformers' where it is installed) fails for want of two names. Nothing here calls them.
+# PyPI's torchvision is built for a torch with CUDA. Beside one without, its operators do not load, and its import (timm's,
+# and Transformers' where it is installed) fails for want of two names. Nothing here calls them.
 _vision: Any = None
 if importlib.util.find_spec("torchvision") is not None and not torch.cuda.is_available():
     _vision = torch.library.Library("torchvision", "DEF")

@@ -1,4 +1,4 @@
-"""A Ray Train program, run as a script: `ray_program.py torch|phalanx FOLDER`. Writes the final weights to FOLDER/SIDE.pt."""
+"""A Ray Train program: `ray_program.py torch|phalanx FOLDER` writes the final weights to FOLDER/SIDE.pt."""
 
 from __future__ import annotations
 

@@ -20,6 +20,7 @@ from phalanx.launch.hosts.secret import SECRET, read_secret
 from phalanx.launch.logs import Sink
 from phalanx.launch.rundir import RunDirectory
 from phalanx.launch.worker import threads_for
+from phalanx.swap.install import SWAP
 
 _MOST_AUTOMATIC_WORKERS = 8
 
@@ -37,6 +38,7 @@ _MOST_AUTOMATIC_WORKERS = 8
 @click.option("--run-id", default="phalanx", help="Tells runs that share an endpoint apart.")
 @click.option("--max-restarts", type=click.IntRange(0), default=0, help="Start again after a failure.")
 @click.option("--module", is_flag=True, help="SCRIPT is a module name, as in python -m.")
+@click.option("--swap", is_flag=True, help="Torch's DDP, ZeRO and gloo become phalanx's in an unchanged SCRIPT.")
 @click.option("--trace", "tracing", is_flag=True, help="Record spans for phalanx report.")
 @click.option("--run-dir", default="runs", metavar="DIR", help="Where runs are kept.")
 @click.option("--grace", type=click.IntRange(1), default=5, help="Seconds to end in before being killed.")
@@ -52,6 +54,7 @@ def command(
     run_id: str,
     max_restarts: int,
     module: bool,
+    swap: bool,
     tracing: bool,
     run_dir: str,
     grace: int,
@@ -64,6 +67,7 @@ def command(
     \b
     phalanx run train.py                       all GPUs, or all cores, of this machine
     phalanx run --nproc 2 --trace train.py     two workers, traced for phalanx report
+    phalanx run --swap train.py                a script written for torch's own classes, as it is
     phalanx run --nnodes 2 --endpoint 10.0.0.1:29500 --secret-file phalanx.secret train.py     on both hosts
     """
     _check_script(script, module)
@@ -80,6 +84,7 @@ def command(
         max_restarts=max_restarts,
         tracing=tracing,
         grace_s=grace,
+        environ={SWAP: "1"} if swap else {},
         secret=read_secret(secret_file, os.environ) if most > 1 or secret_file else None,
     )
     directory = RunDirectory.create(run_dir, Path(script).stem)

@@ -35,6 +35,7 @@ from phalanx.launch.rundir import open_private
 from phalanx.launch.store import answer_env_rendezvous
 from phalanx.launch.worker import TRACE_DIRECTORY
 from phalanx.observe import trace
+from phalanx.swap.install import SWAP, install
 
 AGENT_PID = "PHALANX_AGENT_PID"
 """Environment variable: the process id of the agent that started this worker."""
@@ -50,6 +51,8 @@ def main(arguments: list[str]) -> None:
     _dump_stacks_when_ended()
     _trace_from_the_start()
     answer_env_rendezvous(os.environ)
+    if os.environ.get(SWAP) == "1":
+        install()
     try:
         # Until here an interrupt ended us by the system's own hand, without a traceback of imports.
         signal.signal(signal.SIGINT, signal.default_int_handler)

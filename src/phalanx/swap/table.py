@@ -54,16 +54,7 @@ SWAPPED: dict[str, dict[str, Callable[[], Any]]] = {
     "torch.distributed.optim": {"ZeroRedundancyOptimizer": _zero, "DistributedOptimizer": _remote},
     "torch.distributed.optim.zero_redundancy_optimizer": {"ZeroRedundancyOptimizer": _zero},
     "torch.distributed.optim.optimizer": {"DistributedOptimizer": _remote},
-    f"{_HOOKS}.default_hooks": {
-        name: _hook(name)
-        for name in (
-            "allreduce_hook",
-            "bf16_compress_hook",
-            "bf16_compress_wrapper",
-            "fp16_compress_hook",
-            "fp16_compress_wrapper",
-        )
-    },
+    f"{_HOOKS}.default_hooks": {"allreduce_hook": _hook("allreduce_hook")},
     f"{_HOOKS}.debugging_hooks": {"noop_hook": _hook("noop_hook")},
     f"{_HOOKS}.ddp_zero_hook": {
         name: _zero_hook(name) for name in ("hook_with_zero_step", "hook_with_zero_step_interleaved")
@@ -72,7 +63,8 @@ SWAPPED: dict[str, dict[str, Callable[[], Any]]] = {
 
 # Modules of torch that build on the inside of its own class: there the name keeps meaning torch's. Dynamo asks the class for
 # the model that runs, and would cut ours with torch's splitter.
-# PowerSGD, quantisation and local SGD stay torch's too: those hooks run unchanged under our wrapper.
+# Compressing hooks stay torch's too: they run unchanged under our wrapper, and ours round otherwise (16-bit hooks of ours
+# divide before they cast), so that the same script would end with other weights.
 KEPT: dict[str, str] = {
     "torch.distributed._composable.replicate": "DistributedDataParallel",
     "torch._dynamo.convert_frame": "DistributedDataParallel",

@@ -10,6 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import multiprocessing
+import multiprocessing.util
+import os
 import sys
 import time
 import weakref
@@ -48,6 +51,7 @@ class FailureBoard:
     def announce_uncaught(self) -> None:
         """Post the exception that ends this process, should one do so."""
         _watched.add(self)
+        _watch_child_process()
         if sys.excepthook is not _announce:
             _previous.append(sys.excepthook)
             sys.excepthook = _announce
@@ -154,6 +158,27 @@ def _store_of(group: dist.ProcessGroup) -> dist.Store:
 # Weak: a board goes with its group, and must not be posted to afterwards.
 _watched: weakref.WeakSet[FailureBoard] = weakref.WeakSet()
 _previous: list[Callable[..., None]] = []
+_children: dict[str, int] = {}  # "watched": the process whose end is watched; a forked child has another number
+
+
+def _watch_child_process() -> None:
+    """In a child of multiprocessing: have its end watched too, since no `excepthook` is called there."""
+    if multiprocessing.parent_process() is None or _children.get("watched") == os.getpid():
+        return
+    _children["watched"] = os.getpid()
+    # Run in the `finally` around the child's function, while its exception is on its way out. The priority is above that of
+    # multiprocessing's own, which may wait for threads of queues.
+    multiprocessing.util.Finalize(None, _announce_child, exitpriority=1000)
+
+
+def _announce_child() -> None:
+    """The child's function has ended: by an exception, or by the exit that torch's `spawn` turns one into."""
+    error = sys.exc_info()[1]
+    if isinstance(error, SystemExit):
+        error = error.__context__ if error.code else None
+    if error is not None and not isinstance(error, SystemExit):
+        for board in list(_watched):
+            board.post_error(error)
 
 
 def _announce(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:

@@ -50,7 +50,7 @@ class Waiter:
             try:
                 work.wait()
             except CommunicationError as error:
-                raise type(error)(f"{where}: {error}", error.ranks) from error
+                raise self._with_last_words(error, where) from error
             return
         started = time.monotonic()
         while True:
@@ -78,14 +78,20 @@ class Waiter:
         try:
             return future.value()
         except CommunicationError as error:
-            raise type(error)(f"{where}: {error}", error.ranks) from error
+            raise self._with_last_words(error, where) from error
         except RuntimeError as error:
             if (named := _named_in(str(error))) is not None:
                 kind, words = named
-                raise kind(f"{where}: {words}") from error
+                raise self._with_last_words(kind(words), where) from error
             # A hook's own mistake stays what it is; only what a rank or a connection did is explained.
             failed = self.board.failures() or _is_transport(error)
             raise (self.explain(error, where, _is_timeout(error)) if failed else error) from error
+
+    def _with_last_words(self, error: CommunicationError, where: str) -> CommunicationError:
+        """The transport's error, and beside it what the rank at fault said before it went."""
+        posted = [each for each in self.board.failures() if not error.ranks or each.rank in error.ranks]
+        said = f" (rank {posted[0].rank} failed first: {posted[0].message})" if posted else ""
+        return type(error)(f"{where}: {error}{said}", error.ranks)
 
     def explain(self, error: BaseException, where: str, timed_out: bool) -> CommunicationError:
         """The error to raise in place of the transport's own, after asking who is still there."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import sys
 import threading
 import weakref
 from typing import Protocol
@@ -35,6 +37,21 @@ def _abandon_all() -> None:
     for closable in list(_open):
         closable.abandon()
     _open.clear()
+    _keep_inherited()
+
+
+def _keep_inherited() -> None:
+    """In a forked child: never destroy the groups that it has from its parent, gloo's above all.
+
+    Their destructors join threads that a fork does not copy, so that a child which ends as a script does (`sys.exit`) would
+    wait in there for ever. What is kept is memory of the parent's, until the child ends.
+    """
+    distributed = sys.modules.get("torch.distributed.distributed_c10d")
+    if distributed is None:
+        return
+    # Private, but all groups are in it; tests/processes/test_starts.py notices if it moves.
+    for group in list(distributed._world.pg_map):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 # The private hook rather than `atexit`: threads are joined before `atexit` runs, and multiprocessing's
