@@ -76,7 +76,7 @@ print(ended[1] >> 8)
 
 
 def test_a_forked_child_that_ends_as_a_script_does_ends() -> None:
-    """By a real interpreter's end, in which destructors run: gloo's used to wait for threads that the child does not have."""
+    """By a real interpreter's end, in which destructors run: gloo's wait for threads that the child does not have."""
     env = {**os.environ, "PYTHONPATH": SEARCH_PATH}
     done = subprocess.run([sys.executable, "-c", FORKING], env=env, capture_output=True, text=True, timeout=60)
     assert done.stdout.split() == ["7"], (done.stdout, done.stderr)

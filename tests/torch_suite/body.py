@@ -85,6 +85,7 @@ def unskipped(name: str) -> Any:
         (common, "nccl_skip_if_lt_x_gpu", taking_arguments),
         (common, "requires_nccl", taking_arguments),
         (common, "skip_if_no_gpu", plain),
+        (common, "skip_if_small_worldsize", plain),
         (common, "skip_if_odd_worldsize", plain),
         (utils, "skip_but_pass_in_sandcastle", taking_arguments),
         (utils, "skip_but_pass_in_sandcastle_if", taking_arguments),

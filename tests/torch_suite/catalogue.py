@@ -24,6 +24,12 @@ def ddp_tests() -> tuple[str, ...]:
     return tuple(name for name in calls if name.startswith("test_") and reached[name])
 
 
+@cache
+def all_tests() -> tuple[str, ...]:
+    """The names of all of torch's tests of that file."""
+    return tuple(name for name in _methods()[1] if name.startswith("test_"))
+
+
 def _methods() -> tuple[set[str], dict[str, set[str]]]:
     """The methods that name the wrapper, and for each method those that it calls on itself."""
     spec = importlib.util.find_spec("torch")

@@ -66,3 +66,45 @@ RANKS: dict[str, int] = {
 
 # Sizes meant for a GPU, which would take minutes: what the text of a test says, and what it is run with.
 SMALLER: dict[str, tuple[str, str]] = {"test_ddp_uneven_inputs": ("dim = 1000", "dim = 20")}
+
+# Of torch's tests of its own classes, what the backend "phalanx" cannot run in the place of gloo.
+NOT_ON_PHALANX: dict[str, str] = {
+    **dict.fromkeys(
+        (
+            "test_SyncBatchNorm_process_group",
+            "test_all_to_all_group_cuda",
+            "test_all_to_all_single_equal_split_group_cuda",
+            "test_all_to_all_single_unequal_split_group_cuda",
+            "test_average_parameters",
+            "test_barrier_full_group_cuda",
+            "test_barrier_group_cuda",
+            "test_batch_isend_irecv_mixed_backend_err",
+            "test_batch_isend_irecv_nccl",
+            "test_batch_isend_irecv_no_rank_zero_nccl",
+            "test_batch_isend_irecv_self_nccl",
+            "test_ddp_apply_optim_in_backward",
+            "test_ddp_apply_optim_in_backward_grad_as_bucket_view_false",
+            "test_ddp_apply_optim_in_backward_ignored_params",
+            "test_monitored_barrier_allreduce_hang",
+            "test_monitored_barrier_allreduce_hang_wait_all_ranks",
+            "test_nccl_high_priority_stream",
+        ),
+        "needs a GPU, nccl or torchvision, on gloo too",
+    ),
+    **dict.fromkeys(
+        ("test_barrier_timeout_arg", "test_barrier_timeout_full_group", "test_barrier_timeout_group"),
+        "asserts the words of gloo's time limit; ours name the rank",
+    ),
+    **dict.fromkeys(
+        (
+            "test_monitored_barrier_failure_order",
+            "test_monitored_barrier_gloo",
+            "test_monitored_barrier_gloo_subgroup",
+            "test_monitored_barrier_wait_all_ranks",
+        ),
+        "torch offers monitored_barrier for the backend of that name only, and says so",
+    ),
+    "test_barrier_timeout_global": "makes its own default group from a file that this bench does not have",
+    "test_get_backend": "asserts that the backend is called gloo",
+    "test_get_rank": "counts files that its runner makes",
+}

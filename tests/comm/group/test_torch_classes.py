@@ -137,6 +137,22 @@ def test_a_hook_that_waits_in_its_callbacks_gets_its_collectives_in_order() -> N
     assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(*first, *second, *third, strict=True))
 
 
+def _uneven(rank: int, world: int) -> list[float]:
+    """join() hands a work to C++ and forgets it; C++ asks it for the number of ranks still training."""
+    model = DistributedDataParallel(torch.nn.Linear(5, 5, bias=False))
+    seen = []
+    with model.join(divide_by_initial_world_size=False):
+        for _ in range(2 + rank):
+            model(torch.ones(1, 5)).sum().backward()
+            seen.append(float(model.module.weight.grad.mean()))
+            model.zero_grad()
+    return seen
+
+
+def test_a_work_that_python_has_forgotten_is_still_one_for_cpp() -> None:
+    assert run_ranks(2, _uneven, backend="phalanx") == [[1.0, 1.0], [1.0, 1.0, 1.0]]
+
+
 def _fail(kind: str) -> None:
     if kind == "raises":
         raise ArithmeticError("rank 0 has its reasons")

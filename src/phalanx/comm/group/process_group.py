@@ -9,6 +9,7 @@ inner gloo group; tensors of other devices go to the backend configured for them
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -39,6 +40,9 @@ from .direct import ShmCollectives
 from .lane import Lane
 from .lifetime import close_at_exit
 
+_SMALL_BYTES = 1024
+_MOST_RECENT = 32
+
 # mypy: disable-error-code="override,assignment,no-any-return"
 # c10d declares most methods as several overloads, which no single Python signature matches, and the
 # backends handed on to have no types.
@@ -62,6 +66,9 @@ class PhalanxProcessGroup(dist.ProcessGroup):
         operations = connect(dist.PrefixStore("phalanx", store), rank, world, global_ranks, timeout)
         others = self._others  # not `self`, which the finalizer below is to outlive
         self.lane = Lane(operations, lambda: others.timeout)
+        # Works that Python drops while C++ holds them, as torch's wrapper does in join(): with its Python half gone, a work
+        # is c10d's base class, whose `wait` never ends. Only small ones, as such works are: others hold their results.
+        self._recent: deque[dist.Work] = deque(maxlen=_MOST_RECENT)
         # The group may be dropped without having been destroyed.
         close_at_exit(self.lane)
         self._finalizer = weakref.finalize(self, self.lane.close)
@@ -278,7 +285,10 @@ class PhalanxProcessGroup(dist.ProcessGroup):
     # ---- parts
 
     def _submit(self, calls: Sequence[Call], opts: Options) -> dist.Work:
-        return self.lane.submit(calls, not opts.asyncOp, opts.timeout)
+        work = self.lane.submit(calls, not opts.asyncOp, opts.timeout)
+        if opts.asyncOp and sum(tensor.nbytes for call in calls for tensor in call.outputs) <= _SMALL_BYTES:
+            self._recent.append(work)
+        return work
 
 
 def collectives_of(group: dist.ProcessGroup) -> Collectives | None:
