@@ -26,6 +26,7 @@ from .overlap.overlap import Overlap
 from .partition.element import Placement
 from .partition.kinds import PartitionChoice, check_class, choose_partition
 from .partition.param_table import check_params
+from .state.caller import asked_by_checkpoint
 from .state.loading import check_states, check_structure, install
 from .state.sharded_optimizer import ShardedOptimizer
 
@@ -93,6 +94,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         # Schedulers look here for options that were left at their default.
         self.defaults = {**self.optim.defaults}
         self._consolidated: dict[int, Any] | None = None
+        self._has_state = False  # whether a step was made or a state loaded: on every rank alike, whatever each owns
         self._hook_arguments: tuple[tuple[Any, ...], dict[str, Any]] = ((self,), {})
         # How many updates backward had made when `step` was last called: without a new one, it has nothing to confirm.
         self._num_updates_seen = 0
@@ -118,6 +120,9 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
 
         Returns what the closure returned, if there is one. Keywords go to the optimizer's own `step`.
         """
+        # torch.distributed.checkpoint makes a step on zeros where it finds no state, and does not find what lies elsewhere.
+        if self._has_state and asked_by_checkpoint() is not None:
+            return None
         # First of all: it is a collective, which tells ranks that have joined to follow this step.
         Join.notify_join_context(self)
         if self._overlap is not None and self._overlap.in_backward:
@@ -146,6 +151,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
             result = _evaluate(closure)
             self._overlap.step(kwargs)
         sharded.local.push(self.param_groups)
+        self._has_state = True
         # Most of every gradient belongs to other ranks. Left there, it would live on until the user's own zero_grad().
         if self.stage == 2:
             self.zero_grad()
@@ -175,7 +181,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
             return dict(kwargs)
         self._sharded.local.push(self.param_groups)
         # Schedulers look here for whether there was a step before theirs.
-        self._opt_called = True
+        self._opt_called = self._has_state = True
         step_hooks.after(self, *self._hook_arguments)
         return {}
 
@@ -225,7 +231,13 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         self._consolidated = self._sharded.collect(to)
 
     def state_dict(self) -> dict[str, Any]:
-        """Exactly what `optimizer_class` alone would return; on the rank to which it was consolidated."""
+        """Exactly what `optimizer_class` alone would return; on the rank to which it was consolidated.
+
+        Asked by torch.distributed.checkpoint's `get_state_dict`, on every rank: the same with each tensor in parts.
+        """
+        asking = asked_by_checkpoint()
+        if asking is not None:
+            return self._packed(self._states_in_parts(getattr(asking.get("info"), "full_state_dict", False)))
         if self._consolidated is None and self.world_size == 1:
             self.consolidate_state_dict()
         if self._consolidated is None:
@@ -234,9 +246,20 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
                 f"call `consolidate_state_dict(to={self.rank})` on all ranks beforehand if you meant to save the "
                 "global state, or sharded_state_dict() to save it without gathering."
             )
+        return self._packed(self._consolidated)
+
+    def _states_in_parts(self, whole: bool) -> dict[int, Any]:
+        if whole:
+            collected = [self._sharded.collect(rank) for rank in range(self.world_size)]
+            return next(state for state in collected if state is not None)
+        from .state.shards import shards_of  # torch.distributed.checkpoint takes long to import
+
+        return shards_of(self._sharded)
+
+    def _packed(self, states: dict[int, Any]) -> dict[str, Any]:
         params = self._all_params
         # Torch reads `self.state`. It is lent for this call only: kept, it would be a second state that no step updates.
-        self.state = defaultdict(dict, {params[index]: state for index, state in self._consolidated.items()})
+        self.state = defaultdict(dict, {params[index]: state for index, state in states.items()})
         try:
             return super().state_dict()
         finally:
@@ -278,6 +301,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
             group.update(loaded)
         self._sharded.local.pull(self.param_groups)
         self._consolidated = None
+        self._has_state = True
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # Torch calls this from load_state_dict, after the user's hooks and before anything has changed.
@@ -293,6 +317,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         self._sharded.local.pull(groups)
         self._sharded.local.push(groups)
         self._consolidated = None
+        self._has_state = True
 
     def _normalised(self, states: dict[torch.Tensor, Any], groups: list[dict[str, Any]]) -> dict[torch.Tensor, Any]:
         """The states and groups as the class's own `__setstate__` brings old ones up to date."""

@@ -113,6 +113,11 @@ def install(sharded: ShardedOptimizer, states: Mapping[torch.Tensor, Any]) -> No
     for (index, path), _ in local.extents.items():
         values = found[index][1][path]
         spec = table.specs[index]
+        if hasattr(values, "extents"):
+            from .shards import write_shard  # whoever has one has imported what this imports
+
+            write_shard(local, index, path, values, table.names[index])
+            continue
         # In the order of the parameter's memory, in which everything is cut. What this rank does not own is left out below.
         flat = flatten(values, spec) if tuple(values.shape) == spec.shape else values.reshape(-1)
         local.write(index, path, 0, flat.numel(), flat)
