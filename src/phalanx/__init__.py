@@ -14,6 +14,7 @@ from .comm.bucket import GradBucket
 from .ddp import DistributedDataParallel, MixedPrecision
 from .errors import PhalanxError
 from .launch.worker import Worker, init
+from .swap.after_import import when_imported
 from .zero import ZeroRedundancyOptimizer
 
 if TYPE_CHECKING:
@@ -38,6 +39,13 @@ __all__ = [
     "optim",
     "remote",
 ]
+
+# For libraries that ask whether an optimizer is torch's sharded one. Registered and not derived from: importing that module
+# takes longer than importing this package.
+when_imported(
+    "torch.distributed.optim.zero_redundancy_optimizer",
+    lambda module: module.ZeroRedundancyOptimizer.register(ZeroRedundancyOptimizer),
+)
 
 _LAZY = {
     "DistributedOptimizer": (".remote", "DistributedOptimizer"),

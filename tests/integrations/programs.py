@@ -46,8 +46,8 @@ def _net() -> torch.nn.Module:
 # -- Accelerate --------------------------------------------------------------------------------
 
 
-def accelerate_loop(rank: int, world: int, side: str, folder: str) -> Weights:
-    """Accumulation, clipping, a checkpoint in the middle that is loaded again, and unwrapping at the end."""
+def accelerate_loop(rank: int, world: int, side: str, folder: str, start: str | None = None) -> Weights:
+    """Accumulation, clipping, a checkpoint in the middle (or `start`) that is loaded again, and unwrapping at the end."""
     if side == "phalanx":
         from phalanx.integrations import huggingface
 
@@ -70,12 +70,14 @@ def accelerate_loop(rank: int, world: int, side: str, folder: str) -> Weights:
             optimizer.zero_grad()
 
     batches = _batches(rank, 8)
-    for batch in batches[:4]:
-        step(batch)
-    accelerator.save_state(os.path.join(folder, "middle"))
-    for batch in batches[4:]:
-        step(batch)
-    accelerator.load_state(os.path.join(folder, "middle"))
+    if start is None:
+        for batch in batches[:4]:
+            step(batch)
+        start = os.path.join(folder, "middle")
+        accelerator.save_state(start)
+        for batch in batches[4:]:
+            step(batch)
+    accelerator.load_state(start)
     for batch in batches[4:]:
         step(batch)
     # Forward without synchronisation, then a backward that is to be synchronised after all.
@@ -236,7 +238,7 @@ def lightning_trainer(rank: int, world: int, side: str, folder: str, manual: boo
     return _weights(module)
 
 
-def fabric_loop(rank: int, world: int, side: str, folder: str) -> Weights:
+def fabric_loop(rank: int, world: int, side: str, folder: str, start: str | None = None) -> Weights:
     """Fabric's own loop: accumulation without synchronisation, clipping, save and load."""
     import lightning
 
@@ -258,7 +260,7 @@ def fabric_loop(rank: int, world: int, side: str, folder: str) -> Weights:
         if number == 3:
             fabric.save(os.path.join(folder, "fabric.ckpt"), {"model": model, "optimizer": optimizer})
         if number == 5:
-            fabric.load(os.path.join(folder, "fabric.ckpt"), {"model": model, "optimizer": optimizer})
+            fabric.load(start or os.path.join(folder, "fabric.ckpt"), {"model": model, "optimizer": optimizer})
     return _weights(net)
 
 

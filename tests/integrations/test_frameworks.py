@@ -49,35 +49,39 @@ def _needs(package: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(importlib.util.find_spec(package) is None, reason=f"{package} is not installed")
 
 
+def _swap_checkpoints(program: Callable[..., Any], folder: Path, name: str, *arguments: Any) -> None:
+    """What torch's run had saved halfway, ours goes on from, and the other way round."""
+    of_torch, of_ours = (os.path.join(folder, side, name) for side in ("torch", "phalanx"))
+    ours = _run(program, "phalanx", folder / "swapped", *arguments, of_torch)
+    torchs = _run(program, "torch", folder / "swapped", *arguments, of_ours)
+    for rank, (mine, reference) in enumerate(zip(ours, torchs, strict=True)):
+        assert _same(mine, reference), f"rank {rank}"
+
+
 @_needs("accelerate")
 def test_accelerate(tmp_path: Path) -> None:
     _compare(programs.accelerate_loop, tmp_path)
+    _swap_checkpoints(programs.accelerate_loop, tmp_path, "middle")
 
 
 @_needs("transformers")
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_transformers_trainer(tmp_path: Path, kind: str) -> None:
     _compare(programs.transformers_trainer, tmp_path, kind)
-    # What torch's run had saved halfway, ours goes on from, and the other way round.
-    of_torch, of_ours = (os.path.join(tmp_path, side, kind, "checkpoint-3") for side in ("torch", "phalanx"))
-    swapped = _run(programs.transformers_trainer, "phalanx", tmp_path / "swapped", kind, of_torch)
-    back = _run(programs.transformers_trainer, "torch", tmp_path / "swapped", kind, of_ours)
-    assert _same(swapped[0], back[0])
+    _swap_checkpoints(programs.transformers_trainer, tmp_path, f"{kind}/checkpoint-3", kind)
 
 
 @_needs("lightning")
 @pytest.mark.parametrize("manual", [False, True])
 def test_lightning_trainer(tmp_path: Path, manual: bool) -> None:
     _compare(programs.lightning_trainer, tmp_path, manual)
-    of_torch, of_ours = (os.path.join(tmp_path, side, "lightning.ckpt") for side in ("torch", "phalanx"))
-    swapped = _run(programs.lightning_trainer, "phalanx", tmp_path / "swapped", manual, of_torch)
-    back = _run(programs.lightning_trainer, "torch", tmp_path / "swapped", manual, of_ours)
-    assert _same(swapped[0], back[0])
+    _swap_checkpoints(programs.lightning_trainer, tmp_path, "lightning.ckpt", manual)
 
 
 @_needs("lightning")
 def test_fabric(tmp_path: Path) -> None:
     _compare(programs.fabric_loop, tmp_path)
+    _swap_checkpoints(programs.fabric_loop, tmp_path, "fabric.ckpt")
 
 
 @_needs("timm")

@@ -478,3 +478,10 @@ def look_at_it(rank: int, world: int) -> Any:
 def test_it_says_which_partition_it_uses() -> None:
     for text, partition, reason in run_ranks(2, look_at_it):
         assert partition == "element" and reason in text and "Adam" in reason
+
+
+def test_our_class_passes_for_torchs() -> None:
+    from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZeRO
+
+    assert issubclass(phalanx.ZeroRedundancyOptimizer, TorchZeRO)
+    assert not issubclass(torch.optim.Adam, TorchZeRO)

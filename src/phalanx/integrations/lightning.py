@@ -32,7 +32,7 @@ def _backend(given: str | None, device: torch.device) -> str | None:
     return given or (NAME if device.type == "cpu" else None)
 
 
-class PhalanxStrategy(TrainerDDP):  # type: ignore[misc,valid-type]
+class PhalanxStrategy(TrainerDDP):  # type: ignore[misc]
     """For `lightning.Trainer`. Takes what Lightning's DDPStrategy takes."""
 
     strategy_name = NAME
@@ -45,7 +45,7 @@ class PhalanxStrategy(TrainerDDP):  # type: ignore[misc,valid-type]
         return chosen or str(super()._get_process_group_backend())
 
 
-class FabricPhalanxStrategy(FabricDDP):  # type: ignore[misc,valid-type]
+class FabricPhalanxStrategy(FabricDDP):  # type: ignore[misc]
     """For `lightning.Fabric`. Takes what Fabric's DDPStrategy takes."""
 
     def setup_module(self, module: torch.nn.Module) -> DistributedDataParallel:

@@ -24,7 +24,7 @@ def _swap() -> None:
     install("ray")
 
 
-class _PhalanxBackend(_TorchBackend):  # type: ignore[misc,valid-type]
+class _PhalanxBackend(_TorchBackend):  # type: ignore[misc]
     """Ray's own, after the swap has been made in every worker."""
 
     def on_start(self, worker_group: Any, backend_config: Any) -> None:
@@ -33,7 +33,7 @@ class _PhalanxBackend(_TorchBackend):  # type: ignore[misc,valid-type]
 
 
 @dataclass
-class PhalanxConfig(TorchConfig):  # type: ignore[misc,valid-type]
+class PhalanxConfig(TorchConfig):  # type: ignore[misc]
     """Ray's TorchConfig with our wrapper and our backend in place of gloo."""
 
     @property

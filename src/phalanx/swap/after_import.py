@@ -72,8 +72,11 @@ def when_imported(name: str, callback: Callback) -> None:
     _finder.waiting.setdefault(name, []).append(callback)
 
 
-def forget_all() -> None:
-    """Wait for nothing any more."""
-    _finder.waiting.clear()
-    if _finder in sys.meta_path:
+def forget(callback: Callback) -> None:
+    """Do not call `callback` any more."""
+    for name, callbacks in list(_finder.waiting.items()):
+        callbacks[:] = [each for each in callbacks if each is not callback]
+        if not callbacks:
+            del _finder.waiting[name]
+    if not _finder.waiting and _finder in sys.meta_path:
         sys.meta_path.remove(_finder)

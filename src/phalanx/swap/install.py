@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from .after_import import forget_all, when_imported
+from .after_import import Callback, forget, when_imported
 from .groups import swapped_maker
 from .table import GROUP_MAKERS, KEPT, SWAPPED
 
@@ -25,6 +25,8 @@ _SITE = str(Path(__file__).resolve().parent / "site")
 
 # What was there before, in the order of patching: (module, name, original).
 _patched: list[tuple[ModuleType, str, Any]] = []
+# What is done to modules of torch, now or when they are imported.
+_callbacks: list[tuple[str, Callback]] = []
 _installed = False
 
 
@@ -40,12 +42,11 @@ def install(*rebound: str) -> None:
     if _installed:
         return
     _installed = True
-    for name, replaced in KEPT.items():
-        when_imported(name, partial(_keep, replaced))
-    for name in SWAPPED:
-        when_imported(name, _swap_names)
-    for name in GROUP_MAKERS:
-        when_imported(name, _swap_makers)
+    _callbacks[:] = [(name, partial(_keep, replaced)) for name, replaced in KEPT.items()]
+    _callbacks.extend((name, _swap_names) for name in SWAPPED)
+    _callbacks.extend((name, _swap_makers) for name in GROUP_MAKERS)
+    for name, callback in _callbacks:
+        when_imported(name, callback)
     _tell_children()
     early = _bound_early()
     for module, name, replacement in early:
@@ -63,7 +64,8 @@ def install(*rebound: str) -> None:
 def uninstall() -> None:
     """Give torch its own names back. What was bound meanwhile stays ours."""
     global _installed
-    forget_all()
+    for _, callback in _callbacks:
+        forget(callback)
     while _patched:
         module, name, original = _patched.pop()
         setattr(module, name, original)

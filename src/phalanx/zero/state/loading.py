@@ -114,8 +114,9 @@ def install(sharded: ShardedOptimizer, states: Mapping[torch.Tensor, Any]) -> No
         values = found[index][1][path]
         spec = table.specs[index]
         if hasattr(values, "extents"):
-            from .shards import write_shard  # whoever has one has imported what this imports
+            from .shards import StateShard, write_shard  # whoever has one has imported what this imports
 
+            assert isinstance(values, StateShard), "of tensors with extents there is one kind in a state"
             write_shard(local, index, path, values, table.names[index])
             continue
         # In the order of the parameter's memory, in which everything is cut. What this rank does not own is left out below.

@@ -57,7 +57,7 @@ class StateShard(ShardedLeaf):
     order: Sequence[int]
 
     @staticmethod
-    def __new__(  # type: ignore[override]
+    def __new__(
         cls, shape: Sequence[int], order: Sequence[int], dtype: torch.dtype, extents: Sequence[Extent]
     ) -> StateShard:
         made: StateShard = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype)
