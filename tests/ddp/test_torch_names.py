@@ -7,6 +7,7 @@ import inspect
 import textwrap
 import warnings
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -260,3 +261,26 @@ def test_ordinary_backwards_are_not_said_to_go_around() -> None:
 def test_the_logger_names_are_torchs() -> None:
     missing = [n for n in dir(dist.Logger) if not n.startswith(("__", "_pybind11")) and not hasattr(TorchLogger, n)]
     assert not missing
+
+
+def _compiled_by_others(rank: int, world: int) -> bool:
+    """A compiler that knows nothing of us: the graph is not to be cut by torch's splitter, which asks torch's class."""
+    import torch._dynamo.backends.distributed as splitter
+
+    seen = []
+
+    def look(graph: Any, _inputs: Any) -> Any:
+        seen.append(graph)
+        return graph.forward
+
+    with mock.patch.object(splitter, "DDPOptimizer", side_effect=AssertionError("torch's splitter was used on our wrapper")):
+        ddp = OURS(torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2)))
+        compiled = torch.compile(ddp, backend=look)
+        for _ in range(2):
+            compiled(torch.full((2, 3), rank + 1.0)).sum().backward()
+    assert seen, "nothing was compiled"
+    return _same_everywhere(ddp.module[0].weight.grad)
+
+
+def test_dynamo_does_not_take_ours_for_torchs() -> None:
+    assert run_ranks(2, _compiled_by_others) == [True, True]

@@ -6,6 +6,7 @@ says what to use. Must not decide or move anything by itself.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
@@ -227,8 +228,8 @@ class TorchSteps:
         """Step each parameter during backward, as soon as it has its mean: `phalanx.optim.apply_in_backward`."""
         if args:
             # Torch hands them on by position, after the parameters; our optimizers take keywords.
-            names = optim.__init__.__code__.co_varnames[2 : 2 + len(args)]  # type: ignore[misc]
-            kwargs = {**dict(zip(names, args, strict=True)), **kwargs}
+            _self, _params, *names = inspect.signature(optim.__init__).parameters  # type: ignore[misc]
+            kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
         params = self._wrapper.reducer.params if optim_params is None else list(optim_params)
         apply_in_backward(optim, params, **kwargs)
         self._wrapper._adopt_in_backward_optimizers()

@@ -86,6 +86,7 @@ class Arming:
         self._had_backward = False
         self._ending: Callable[[], Ending | None] = _none
         self._demanded: Forward | None = None
+        self._is_to_be_noted = False  # whether a pass is under way that will be noted once its nested one has ended
         self.went_around = False  # whether the last `begin` found a backward that no forward has armed
 
     def forward_began(self, reduces: bool) -> Forward:
@@ -95,6 +96,7 @@ class Arming:
             self._waiting.clear()
             self._had_backward = False
         self._demanded = None  # a demand is for a backward that comes at once
+        self._is_to_be_noted = False
         forward = Forward(reduces)
         self._waiting.append(forward)
         return forward
@@ -126,6 +128,7 @@ class Arming:
     def note(self, listener: PassListener, forward: Forward) -> Ending:
         """A pass has reached an output of `forward`, or one of our parameters."""
         ending = self._ending()
+        self._is_to_be_noted = False
         if ending is None:
             demanded, self._demanded = self._demanded, None
             ending = Ending(listener, demanded or forward)
@@ -152,7 +155,7 @@ class Arming:
             if self._demanded is not None:
                 waiting = [self._demanded]
             if not waiting:
-                self.went_around = True
+                self.went_around = not self._is_to_be_noted
                 return False
             waiting[-1].waits = False
             self._note_outermost(listener, waiting[-1])
@@ -169,6 +172,7 @@ class Arming:
             self.note(listener, forward)
             return
         # The pass that runs here is a nested one, and ends too early. The one around it goes on to another node.
+        self._is_to_be_noted = True
         call_in_enclosing(node, partial(self.note, listener, forward))
         Ending(_Nested(listener), forward).queue()
 
