@@ -15,6 +15,7 @@ from ...plan import ParamSpec
 from ..partition.kinds import StateKeys, state_keys
 from ..partition.param_table import ParamTable
 from ..partition.storage import flatten
+from .local_state import Extent, LocalState
 from .sharded_optimizer import ShardedOptimizer
 from .tree import describe
 
@@ -113,13 +114,27 @@ def install(sharded: ShardedOptimizer, states: Mapping[torch.Tensor, Any]) -> No
     for (index, path), _ in local.extents.items():
         values = found[index][1][path]
         spec = table.specs[index]
-        if hasattr(values, "extents"):
-            from .shards import StateShard, write_shard  # whoever has one has imported what this imports
-
-            assert isinstance(values, StateShard), "of tensors with extents there is one kind in a state"
-            write_shard(local, index, path, values, table.names[index])
+        # Of a state that torch.distributed.checkpoint has filled (`shards.py`): only this rank's part is there.
+        extents: Sequence[Extent] | None = getattr(values, "extents", None)
+        if extents is not None:
+            _write_extents(local, index, path, extents, table.names[index])
             continue
         # In the order of the parameter's memory, in which everything is cut. What this rank does not own is left out below.
         flat = flatten(values, spec) if tuple(values.shape) == spec.shape else values.reshape(-1)
         local.write(index, path, 0, flat.numel(), flat)
     sharded.set_state(local)
+
+
+def _write_extents(local: LocalState, index: int, path: str, given: Sequence[Extent], name: str) -> None:
+    """Copy extents into this rank's part of a state; all that this rank owns must be there."""
+    wanted = held = 0
+    for mine in local.extents[index, path]:
+        wanted += mine.values.numel()
+        held += sum(max(0, min(mine.stop, each.stop) - max(mine.start, each.start)) for each in given)
+    if held < wanted:
+        raise StateError(
+            f"{name}: '{path}' has {held} of the {wanted} elements that this rank owns. Load the checkpoint into what "
+            "get_state_dict() returns for this very optimizer."
+        )
+    for extent in given:
+        local.write(index, path, extent.start, extent.stop, extent.values)

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from ...errors import StateError
 from ...plan import ParamSpec
 from .checkpoint import ShardedLeaf
-from .local_state import Extent, LocalState
+from .local_state import Extent
 from .sharded_optimizer import ShardedOptimizer
 from .tree import Leaf, rebuild
 
@@ -114,20 +114,3 @@ def shards_of(sharded: ShardedOptimizer) -> dict[int, Any]:
         return rebuild(trees[index], torch.device("cpu"), shard)
 
     return {index: state_of(index) for index in trees}
-
-
-def write_shard(local: LocalState, index: int, path: str, shard: StateShard, name: str) -> None:
-    """Copy what a shard holds into this rank's part of a state; all that this rank owns must be there."""
-    for extent in shard.extents:
-        local.write(index, path, extent.start, extent.stop, extent.values)
-    wanted = sum(extent.values.numel() for extent in local.extents[index, path])
-    held = sum(
-        max(0, min(mine.stop, theirs.stop) - max(mine.start, theirs.start))
-        for mine in local.extents[index, path]
-        for theirs in shard.extents
-    )
-    if held < wanted:
-        raise StateError(
-            f"{name}: '{path}' has {held} of the {wanted} elements that this rank owns. Load the checkpoint into what "
-            "get_state_dict() returns for this very optimizer."
-        )
