@@ -32,12 +32,8 @@ _PRIVATE = {
     "test_ddp_profiling_torch_profiler": "asserts that a graph walk for unused parameters is profiled; we need none",
     "test_compute_bucket_assignment_by_size_sparse_error_without_logger": "tests torch's C++ bucket assignment alone",
     "test_compute_bucket_assignment_by_size_sparse_error_with_logger": "tests torch's C++ bucket assignment and logger",
-    "test_verify_model_across_rank_with_logger": "hands `ddp.logger` to torch's C++ comparison of shapes",
     "test_verify_model_across_rank_without_logger": "tests torch's C++ comparison of shapes alone",
     "test_different_graph_across_ranks": "asserts that find_unused_parameters=True forbids rebuilding buckets",
-    "test_ddp_build_debug_param_to_name_mapping": "calls `_build_params_for_reducer`",
-    "test_ddp_build_debug_param_to_name_mapping_requires_grad": "calls `_build_params_for_reducer`",
-    "test_detect_ddp_is_actually_static": "calls `reducer._ddp_graph_static`",
 }
 
 # They assert an error for what is right here without a flag.

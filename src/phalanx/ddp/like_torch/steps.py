@@ -195,7 +195,14 @@ class TorchSteps:
         return [param for _, param in trained], [name in sparse for name, _ in trained]
 
     def _build_debug_param_to_name_mapping(self, parameters: Sequence[torch.nn.Parameter]) -> dict[int, str]:
-        names = {param: name for name, param in self._wrapper.module.named_parameters()}
+        names = {param: name for name, param in self._wrapper._trained}
+        given = set(parameters)
+        # In torch's words, for whoever looks for them.
+        if given - names.keys():
+            raise ConfigError(f"Expected param to name mapping of {len(names)} trained parameters, got {len(given)}.")
+        missing = [name for param, name in names.items() if param not in given]
+        if missing:
+            raise ConfigError(f"Param with name {missing[0]} is trained and not among the {len(given)} given.")
         return {index: names[param] for index, param in enumerate(parameters)}
 
     def _get_parameters(self, m: torch.nn.Module, recurse: bool = True) -> Iterator[torch.nn.Parameter]:
