@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
@@ -23,7 +24,7 @@ from phalanx.checkpoint.reshard import Held, cover, renamed, share
 from phalanx.checkpoint.storage import library
 from phalanx.checkpoint.storage.disk import Disk, RemoteDisk
 from phalanx.checkpoint.storage.library import Entry, Keep
-from phalanx.checkpoint.storage.manifest import COMMITTED, Commit, Manifest, SaveName
+from phalanx.checkpoint.storage.manifest import COMMITTED, Commit, Manifest, SaveName, content_hash, has_content
 from phalanx.checkpoint.tree import decode, encode
 from phalanx.errors import ConfigError, StateError
 from tests.checkpoint.runs import Run, differing
@@ -105,6 +106,14 @@ def test_a_commit_of_which_a_byte_is_missing_is_none() -> None:
     for length in range(len(text)):
         with pytest.raises(StateError, match="truncated"):
             Commit.from_bytes(text[:length], "it")
+
+
+def test_hashes_of_either_kind_are_verified() -> None:
+    data = bytes(range(256))
+    for kind in ("sha256", "blake2b"):
+        expected = f"{kind}:{getattr(hashlib, kind)(data).hexdigest()[:32]}"
+        assert has_content(data, expected) and not has_content(data[:-1], expected)
+    assert has_content(data, content_hash(data)) and not has_content(data, "md5:" + "0" * 32)
 
 
 def test_names_of_saves() -> None:

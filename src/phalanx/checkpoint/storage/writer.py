@@ -26,7 +26,7 @@ from typing import Any
 from ...errors import CheckpointError, StateError
 from .disk import Disk, disk_of
 from .library import Keep, prune
-from .manifest import COMMITTED, PIECE_BYTES, Commit, Extent, Manifest, data_file, digest, failure_file, manifest_file
+from .manifest import COMMITTED, PIECE_BYTES, Commit, Extent, Manifest, content_hash, data_file, failure_file, manifest_file
 
 WRITING, WRITTEN, DONE, FAILED, WARNING = "writing", "written", "committed", "failed", "warning"
 """What a report's "state" may be."""
@@ -201,7 +201,10 @@ class Save:
 
 
 def _digests(image: memoryview, manifest: Manifest) -> list[str]:
-    return [digest(image[extent.offset : extent.offset + _num_bytes(extent, manifest)]) for extent in manifest.extents]
+    found = []
+    for extent in manifest.extents:
+        found.append(content_hash(image[extent.offset : extent.offset + _num_bytes(extent, manifest)]))
+    return found
 
 
 def _num_bytes(extent: Extent, manifest: Manifest) -> int:
