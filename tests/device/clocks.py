@@ -19,7 +19,7 @@ from pathlib import Path
 
 _PACKAGE = f"{Path('src', 'phalanx')}/"
 _HERE = str(Path(__file__).parent)
-_DEEPEST = 4  # frames of the package that a place names
+_DEEPEST = 4  # frames of the package that a place names, unless asked for more
 
 Clock = dict[int, int]
 
@@ -31,12 +31,12 @@ def joined(clock: Clock, other: Clock) -> None:
             clock[stream] = tick
 
 
-def place() -> str:
+def place(deepest: int = _DEEPEST) -> str:
     """Where in the package the host is, innermost first; the nearest line outside this folder if it is not in there."""
     found: list[str] = []
     nearest = ""
     frame = sys._getframe(1)
-    while frame is not None and len(found) < _DEEPEST:  # type: ignore[redundant-expr]
+    while frame is not None and len(found) < deepest:  # type: ignore[redundant-expr]
         name = frame.f_code.co_filename
         if _PACKAGE in name:
             found.append(f"{name.rpartition(_PACKAGE)[2]}:{frame.f_lineno} {frame.f_code.co_name}")
@@ -111,7 +111,8 @@ class Ledger:
         self.syncs: list[HostSync] = []
         self.races: list[Race] = []
         self.num_operations = 0
-        self.counts_host = True  # False while the judge itself looks at values
+        # Whether what the host waited for is over for what it launches. Without it, races that a host sync hides are seen.
+        self.host_orders = True
 
     def reset(self) -> None:
         with self.lock:
@@ -120,15 +121,15 @@ class Ledger:
     def note_sync(self, kind: str, clock: Clock | None = None) -> None:
         """The host waits here; `clock` is what is over afterwards."""
         with self.lock:
-            if self.counts_host:
-                self.syncs.append(HostSync(kind, place()))
+            self.syncs.append(HostSync(kind, place()))
             joined(self.host, clock or {})
 
     def launch(self, lane: Lane, reads: Iterable[Use], writes: Iterable[Use], name: str) -> int:
         """An operation enters a stream."""
         with self.lock:
             self.num_operations += 1
-            joined(lane.clock, self.host)
+            if self.host_orders:
+                joined(lane.clock, self.host)
             tick = lane.tick()
             what = f"{name} on {lane.name} at {place()}"
             for block, ranges in reads:

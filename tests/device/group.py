@@ -1,11 +1,13 @@
 """The c10d backend "simccl": collectives on the device "sim" by NCCL's rules, with peers that do what this rank does.
 
-    launch          the group's stream comes after the caller's current one; the host goes on
+    launch          a stream of the collective's own comes after the caller's current one; the host goes on
     wait()          the caller's current stream comes after the collective; the host goes on
     wait(timeout)   the host waits: a sync
     get_future()    complete at launch; futures.py says what it orders
-    memory          inputs and outputs are kept until `wait`, or given to the allocator with the group's stream
+    memory          inputs and outputs are kept until `wait`, or given to the allocator with the collective's stream
 
+A stream per collective is stricter than NCCL, which has one per communicator: there, waiting for a later collective
+orders the earlier ones too, and code that needs it works by luck.
 One process is enough for the order of things. Sums are `world` times this rank's, and what is gathered is this rank's, `world` times.
 """
 
@@ -28,11 +30,11 @@ from .streams import Stream, arrive, current_stream
 class SimWork:
     """A collective under way."""
 
-    def __init__(self, group: SimGroup, outputs: Sequence[torch.Tensor]) -> None:
-        self.clock = dict(group.stream.lane.clock)
+    def __init__(self, stream: Stream, outputs: Sequence[torch.Tensor]) -> None:
+        self.clock = dict(stream.lane.clock)
         self._outputs = list(outputs)
         self._asked = False
-        self._group = group
+        self._stream = stream
 
     def wait(self, timeout: Any = None) -> bool:
         with ledger.lock:
@@ -65,9 +67,8 @@ class SimWork:
 
     def get_future(self) -> Any:
         future: Any = torch.futures.Future(devices=[torch.device("sim", 0)])
-        with self._group.stream:  # complete when the collective is: what it notes is the group's stream
+        with self._stream:  # complete when the collective is: what it notes is the collective's stream
             future.set_result(self._outputs)
-        future.__dict__["_sim_clock"] = dict(self.clock)
         return future
 
 
@@ -79,7 +80,6 @@ class SimGroup(dist.ProcessGroup):
     def __init__(self, store: dist.Store, rank: int, world: int) -> None:
         super().__init__(rank, world)  # type: ignore[call-arg]
         self._store, self._rank, self._world = store, rank, world
-        self.stream = Stream(name="the group's stream")
 
     def getBackendName(self) -> str:
         return "simccl"
@@ -103,12 +103,14 @@ class SimGroup(dist.ProcessGroup):
                 raise RuntimeError(f"simccl: {name} of a tensor on {tensor.device}; this group serves the device sim only")
             if not tensor.is_contiguous():
                 raise RuntimeError(f"simccl: {name}: Tensors must be contiguous")
-            block_of(tensor).recorded.add(self.stream.lane.number)
+        stream = Stream(name="a collective's stream")
+        for tensor in (*writes, *reads):
+            block_of(tensor).recorded.add(stream.lane.number)
         with ledger.lock:
-            joined(self.stream.lane.clock, current_stream().lane.clock)
-            ledger.launch(self.stream.lane, map(use_of, reads), map(use_of, writes), name)
+            joined(stream.lane.clock, current_stream().lane.clock)
+            ledger.launch(stream.lane, map(use_of, reads), map(use_of, writes), name)
         compute()
-        return SimWork(self, writes)
+        return SimWork(stream, writes)
 
     def _sum(self, target: torch.Tensor, source: torch.Tensor, op: Any) -> None:
         on_cpu(target).copy_(on_cpu(source))
@@ -159,8 +161,8 @@ class SimGroup(dist.ProcessGroup):
         )
 
     def barrier(self, opts: Any = None) -> SimWork:
-        ledger.note_sync("barrier", self.stream.lane.clock)
-        return SimWork(self, [])
+        ledger.note_sync("barrier", current_stream().lane.clock)
+        return SimWork(current_stream(), [])
 
 
 def register() -> None:

@@ -31,7 +31,7 @@ _READS_VALUES = {
     "aten::_assert_async",
     "aten::_linalg_check_errors",
 }
-_METADATA = ("aten::set_", "aten::resize_", "aten::_resize_output_")
+_SET = torch.ops.aten.set_.source_Storage_storage_offset
 _library: Any = None
 
 
@@ -53,7 +53,9 @@ def _run(op: Any, *args: Any, **kwargs: Any) -> Any:
     if name.startswith(("aten::empty.", "aten::empty_strided")):
         kwargs.update(device=torch.device("cpu"), pin_memory=False)
         return adopt(op(*args, **kwargs), current_stream().lane)
-    if name.startswith(_METADATA) or _is_view(op):
+    if name == "aten::resize_":
+        return _resized(args[0], torch.empty(args[1], dtype=args[0].dtype))
+    if name.startswith("aten::set_") or _is_view(op):
         return op._op_dk(_CPU, *args, **kwargs)
     return _compute(op, name, args, kwargs)
 
@@ -76,6 +78,7 @@ def _compute(op: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         twins[id(keep[-1])] = tensor
         return keep[-1]
 
+    # What a factory is asked for is made on the CPU and adopted.
     if "device" in kwargs and kwargs["device"] is not None:
         kwargs["device"] = torch.device("cpu")
     result = op(*mapped(args, lowered), **{key: mapped(value, lowered) for key, value in kwargs.items()})
@@ -84,7 +87,8 @@ def _compute(op: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
     def lifted(tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) in twins:
-            return twins[id(tensor)]
+            twin = twins[id(tensor)]
+            return twin if twin.shape == tensor.shape else _resized(twin, tensor.clone())
         made.append(adopt(tensor, stream.lane))
         return made[-1]
 
@@ -94,6 +98,16 @@ def _compute(op: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         ledger.note_sync(name.removeprefix("aten::"), stream.lane.clock)
         arrive()
     return result
+
+
+def _resized(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """An output that was too small gets the memory of a fresh one, as an allocator would give it."""
+    if like.untyped_storage().nbytes() <= tensor.untyped_storage().nbytes():
+        storage, offset = tensor.untyped_storage(), tensor.storage_offset()
+        on_cpu(_SET._op_dk(_CPU, tensor, storage, offset, like.shape, like.stride())).copy_(like)
+        return tensor
+    fresh = adopt(like, current_stream().lane)
+    return _SET._op_dk(_CPU, tensor, fresh.untyped_storage(), 0, fresh.shape, fresh.stride())
 
 
 def _uses(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

@@ -15,7 +15,7 @@ import torch
 from .clocks import Clock, Lane, Race, joined, place
 from .memory import block_of, is_sim, ledger
 
-_GARBAGE = 0xFF  # NaN as a float, -1 as an integer: what pinned memory holds until its copy is known to be over
+_GARBAGE = 111  # NaN among floats: what pinned memory holds until its copy is known to be over
 
 
 class Stream:
@@ -26,7 +26,7 @@ class Stream:
         self.lane = Lane(name or "")
         if name is None:
             self.lane.name = f"stream {self.lane.number}"
-        self._before: list[Stream] = []
+        self._before: list[Stream | None] = []
 
     @property
     def stream_id(self) -> int:
@@ -57,12 +57,12 @@ class Stream:
         return all(ledger.host.get(number, 0) >= tick for number, tick in self.lane.clock.items())
 
     def __enter__(self) -> Stream:
-        self._before.append(current_stream())
+        self._before.append(getattr(_own, "stream", None))
         set_stream(self)
         return self
 
     def __exit__(self, *_: object) -> None:
-        set_stream(self._before.pop())
+        set_stream(self._before.pop())  # None: the main thread's again
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Stream) and other.lane is self.lane
@@ -122,10 +122,10 @@ def current_stream(device: Any = None) -> Stream:
     return found
 
 
-def set_stream(stream: Stream) -> None:
+def set_stream(stream: Stream | None) -> None:
     _own.stream = stream
     if threading.current_thread() is _main:
-        _inherited[0] = stream
+        _inherited[0] = stream or default
 
 
 def synchronize(device: Any = None) -> None:
@@ -152,8 +152,12 @@ def pin(tensor: torch.Tensor) -> torch.Tensor:
 
 def deliver_later(target: torch.Tensor, values: torch.Tensor, lane: Lane, tick: int) -> None:
     """A copy into pinned memory: garbage until the host knows that it is over."""
-    target.view(-1).view(torch.uint8).fill_(_GARBAGE) if target.is_contiguous() else target.fill_(-1)
-    _under_way.append((lane.number, tick, lambda: target.copy_(values) and None))
+    target.fill_(_GARBAGE if target.dtype is torch.bool or not target.dtype.is_floating_point else torch.nan)
+
+    def finish() -> None:
+        target.copy_(values)
+
+    _under_way.append((lane.number, tick, finish))
 
 
 def watch_source(source: torch.Tensor, lane: Lane, tick: int) -> None:
