@@ -188,6 +188,7 @@ SCENARIOS: dict[str, Callable[[], Step]] = {
     "hook int8": partial(hooked, hooks.int8_hook, hooks.Int8State),
     "hook topk": partial(hooked, hooks.topk_hook, hooks.TopKState),
     "hook powersgd": partial(hooked, hooks.powerSGD_hook, _powersgd),
+    "hook powersgd cold": partial(hooked, hooks.powerSGD_hook, partial(_powersgd, warm_start=False)),
     "hook bf16 over powersgd": lambda: hooked(hooks.bf16_compress_wrapper(hooks.powerSGD_hook), _powersgd),
     "hook torch fp16": partial(hooked, default_hooks.fp16_compress_hook),
     "hook torch bf16": partial(hooked, default_hooks.bf16_compress_hook),
@@ -214,7 +215,7 @@ SCENARIOS: dict[str, Callable[[], Step]] = {
     "zero overlapped, fp16 hook": partial(_zero, True, hook=hooks.fp16_compress_hook),
 }
 # Steps before the judged ones, where it is not the first alone.
-_WARM = {"hook powersgd": 4, "hook bf16 over powersgd": 4}
+_WARM = {name: 4 for name in SCENARIOS if "powersgd" in name}
 
 
 def observe(name: str, make: Callable[[], Step] | None = None) -> Finding:
