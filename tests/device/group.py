@@ -8,7 +8,8 @@
 
 A stream per collective is stricter than NCCL, which has one per communicator: there, waiting for a later collective
 orders the earlier ones too, and code that needs it works by luck.
-One process is enough for the order of things. Sums are `world` times this rank's, and what is gathered is this rank's, `world` times.
+One process is enough for the order of things. Sums are `world` times this rank's, and what is gathered is this rank's,
+`world` times.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ import torch.distributed as dist
 from .clocks import joined
 from .memory import block_of, is_sim, ledger, on_cpu, tensors_in, use_of
 from .streams import Stream, arrive, current_stream
-
 
 
 class SimWork:

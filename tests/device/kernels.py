@@ -1,8 +1,8 @@
 """Every operator of the device "sim": computed by the CPU on the same bytes, and noted in the ledger.
 
-One fallback for the whole dispatch key. What torch composes of other operators reaches it in parts, as on a real device. The schema says
-which arguments are written; what is returned anew is memory of the current stream. Operators whose result the host needs
-before it can go on (a value, a shape that depends on values) are host syncs.
+One fallback for the whole dispatch key. What torch composes of other operators reaches it in parts, as on a real device.
+The schema says which arguments are written; what is returned anew is memory of the current stream. Operators whose
+result the host needs before it can go on (a value, a shape that depends on values) are host syncs.
 """
 
 from __future__ import annotations

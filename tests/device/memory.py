@@ -2,7 +2,7 @@
 
 A tensor goes there by DLPack: a capsule of a CPU tensor, in which the device is exchanged before torch takes it back. What
 comes out is a true tensor of the device (storage, views, autograd), and its storage owns the CPU tensor, so the end of
-that one's life is the moment at which the device's allocator gets the memory back. The tests' judge: never imported by the package.
+that one's life is the moment at which the device's allocator gets the memory back.
 """
 
 from __future__ import annotations
@@ -83,7 +83,8 @@ def byte_ranges(tensor: torch.Tensor) -> Iterator[tuple[int, int]]:
         return
     item, start = tensor.element_size(), tensor.storage_offset()
     # From the tightest dimension outwards: what follows on without a gap joins the run, the rest is repeated.
-    dims = sorted((abs(stride), size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1 and stride)
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    dims = sorted((abs(stride), size) for size, stride in sizes if size > 1 and stride)
     run, repeated = 1, []
     for stride, size in dims:
         if stride <= run:

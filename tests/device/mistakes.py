@@ -1,7 +1,7 @@
 """Deliberate mistakes of order, each put into a scenario that is in order without it: the ledger must notice every one.
 
-A mistake is a context in which some line is missing, too early, too late, or on another stream. Its own counter says that it was
-reached: a mistake that no longer happens, because the code around it moved, fails its test as one that goes unnoticed does.
+A mistake is a context in which some line is missing, too early, too late, or on another stream. Its own counter says that
+it was made: a mistake that no longer happens, because the code around it moved, fails its test as one that goes unnoticed.
 """
 
 from __future__ import annotations

@@ -36,7 +36,8 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.Sequential(
-            nn.Linear(16, 256), nn.BatchNorm1d(256), nn.ReLU(), nn.Linear(256, _WIDE), nn.LayerNorm(_WIDE), nn.Linear(_WIDE, 4)
+            *(nn.Linear(16, 256), nn.BatchNorm1d(256), nn.ReLU()),
+            *(nn.Linear(256, _WIDE), nn.LayerNorm(_WIDE), nn.Linear(_WIDE, 4)),
         )
         self.sometimes = nn.Linear(16, 4)
 
@@ -130,7 +131,9 @@ def hooked(hook: Any, make_state: Callable[[], Any] = lambda: None, **options: A
     return step
 
 
-def _zero(overlap: bool, clip: bool = False, ddp_options: dict[str, Any] | None = None, hook: Any = None, **options: Any) -> Step:
+def _zero(
+    overlap: bool, clip: bool = False, ddp_options: dict[str, Any] | None = None, hook: Any = None, **options: Any
+) -> Step:
     ddp = _wrapped(**(ddp_options or {}))
     if hook is not None:
         ddp.register_comm_hook(None, hook)
@@ -227,7 +230,8 @@ def observe(name: str, make: Callable[[], Step] | None = None) -> Finding:
             warnings.simplefilter("ignore")
             return _observe(make or SCENARIOS[name], warm, warm + _NUM_JUDGED)
     except Exception as error:
-        where = " < ".join(f"{frame.name}:{frame.lineno}" for frame in reversed(traceback.extract_tb(error.__traceback__)[-5:]))
+        frames = reversed(traceback.extract_tb(error.__traceback__)[-5:])
+        where = " < ".join(f"{frame.name}:{frame.lineno}" for frame in frames)
         return Finding(0, 0, error=f"{type(error).__name__}: {error} ({where})")
 
 

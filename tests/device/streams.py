@@ -1,7 +1,8 @@
 """Streams, events and pinned memory of the device "sim", under torch's own names.
 
-Torch's Python backends know one stream that does nothing, so `torch.Stream`, `torch.Event`, `torch.accelerator` and `torch.sim`
-are answered here. A thread that has set no stream has the main thread's, as autograd runs a node on its forward's stream.
+Torch's Python backends know one stream that does nothing, so `torch.Stream`, `torch.Event`, `torch.accelerator` and
+`torch.sim` are answered here. A thread that has set no stream has the main thread's, as
+autograd runs a node on its forward's stream.
 """
 
 from __future__ import annotations

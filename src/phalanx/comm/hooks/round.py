@@ -112,7 +112,8 @@ class Round:
             for batch in self._batches:
                 rest = self._turn(batch, rest)
             self._second = torch.cat([batch.right.flatten() for batch in self._batches]).to(self._result.dtype)
-            _all_reduce_mean(collectives, self._second).get_future().add_done_callback(self._finish)
+            # Chained, not only told of the end: what it reads is then ordered after the sum on every kind of group.
+            _all_reduce_mean(collectives, self._second).get_future().then(self._finish)
         except Exception as error:
             self.future.fail(error)
             raise
