@@ -129,7 +129,15 @@ class SimGroup(dist.ProcessGroup):
 
     def broadcast(self, tensors: Any, opts: Any = None) -> SimWork:
         tensors = [tensors] if isinstance(tensors, torch.Tensor) else tensors
-        return self._launch("broadcast", tensors, tensors, lambda: None)
+        root = getattr(opts, "rootRank", 0)
+
+        def receive() -> None:
+            for tensor in tensors:
+                # What the receiver had there may be anything; what comes must do as weights and as variances.
+                if root != self._rank and tensor.is_floating_point():
+                    on_cpu(tensor).copy_(torch.linspace(0.01, 0.1, tensor.numel()).view(tensor.shape))
+
+        return self._launch("broadcast", tensors, tensors, receive)
 
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> SimWork:
         def gather() -> None:

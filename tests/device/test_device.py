@@ -11,6 +11,12 @@ from typing import Any
 import pytest
 import torch
 
+import phalanx
+from phalanx.cli.run import parse_workers
+from phalanx.comm import hooks
+from phalanx.launch import worker
+from phalanx.launch.environment import Environment
+
 from .mistakes import FUTURE_MISTAKE, MISTAKES, Verdict, judge
 from .process import on_device
 from .scenarios import SCENARIOS, Finding, observe
@@ -85,6 +91,46 @@ def test_mistake_of_order_is_noticed(name: str) -> None:
 def test_hook_future_that_is_not_waited_for_is_noticed() -> None:
     verdict = on_device(judge, ["future"])["future"]
     assert verdict.num_fired and verdict.new_races, f"{FUTURE_MISTAKE.scenario}: no wait that could be left out"
+
+
+def _chosen() -> tuple[str, str, int]:
+    environment = Environment("test", rank=0, world=1, local_rank=0, local_world=1)
+    device = worker._choose_device(environment, None)
+    return str(device), worker._choose_backend(environment, device), parse_workers("auto")
+
+
+def test_init_takes_the_device_that_c10d_has_a_backend_for() -> None:
+    assert on_device(_chosen) == ("sim:0", "cpu:gloo,sim:simccl", 1)
+
+
+def _forgets_nan(name: str) -> list[bool]:
+    """Whether gradients are finite: with NaN in one input, and with a sound one afterwards. Nobody steps in between."""
+    make_state, hook = _FEEDBACK[name]
+    ddp = phalanx.DistributedDataParallel(torch.nn.Linear(64, 64).to("sim"))
+    ddp.register_comm_hook(make_state(), hook)
+    seen = []
+    for spoilt in (False, False, False, True, False):
+        x = torch.ones(2, 64)
+        x[0, 5] = torch.nan if spoilt else 1.0
+        ddp.zero_grad()
+        ddp(x.to("sim")).square().mean().backward()
+        seen.append(all(bool(param.grad.cpu().isfinite().all()) for param in ddp.parameters()))
+    return seen
+
+
+_FEEDBACK: dict[str, Any] = {
+    "int8": (hooks.Int8State, hooks.int8_hook),
+    "topk": (functools.partial(hooks.TopKState, ratio=0.1), hooks.topk_hook),
+    "powersgd": (functools.partial(hooks.PowerSGDState, start_powerSGD_iter=2), hooks.powerSGD_hook),
+}
+
+
+def _forgetting() -> dict[str, list[bool]]:
+    return {name: _forgets_nan(name) for name in _FEEDBACK}
+
+
+def test_hooks_show_nan_and_forget_it_without_asking_the_device() -> None:
+    assert on_device(_forgetting) == {name: [True, True, True, False, True] for name in _FEEDBACK}
 
 
 def _host_reads() -> dict[str, list[str]]:

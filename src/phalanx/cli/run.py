@@ -19,7 +19,7 @@ from phalanx.launch.hosts.meeting import check_endpoint
 from phalanx.launch.hosts.secret import SECRET, read_secret
 from phalanx.launch.logs import Sink
 from phalanx.launch.rundir import RunDirectory
-from phalanx.launch.worker import threads_for
+from phalanx.launch.worker import threads_for, training_accelerator
 
 _MOST_AUTOMATIC_WORKERS = 8
 
@@ -104,7 +104,8 @@ def parse_nodes(text: str) -> tuple[int, int]:
 def parse_workers(text: str) -> int:
     """A number, or `auto`: one a GPU where there are any, else one a core, at most 8."""
     if text == "auto":
-        return torch.cuda.device_count() or min(threads_for(1), _MOST_AUTOMATIC_WORKERS)
+        num_devices = torch.accelerator.device_count() if training_accelerator() else 0
+        return num_devices or min(threads_for(1), _MOST_AUTOMATIC_WORKERS)
     if not text.isdigit() or int(text) < 1:
         raise ConfigError(f"--nproc should be a number of workers or 'auto', got {text!r}")
     return int(text)

@@ -138,7 +138,7 @@ def _device_index(device: Any) -> int:
     if isinstance(device, int):
         return device
     index = torch.device(device).index
-    return torch.cuda.current_device() if index is None else index
+    return torch.accelerator.current_device_index() if index is None else index
 
 
 def check_delayed(names_and_params: Any, trigger: Any) -> list[tuple[str, torch.nn.Parameter]]:

@@ -118,8 +118,9 @@ def largest(magnitudes: torch.Tensor, count: int) -> torch.Tensor:
     candidates = None
     on_cpu = magnitudes.device.type == "cpu"
     if on_cpu and magnitudes.numel() >= _SAMPLE_FROM and count < magnitudes.numel() // 4:
-        # Selecting among all is slow on a CPU; elsewhere it is not, and counting candidates would stop the host. A sample says what is about large enough; if at least `count` are,
-        # the largest are among them, and the answer is the same.
+        # Selecting among all is slow on a CPU; elsewhere it is not, and counting candidates would make the host wait. A
+        # sample says what is about large enough; if at least `count` are, the largest are among them, and the answer is
+        # the same.
         sample = magnitudes[::_SAMPLE_EVERY]
         rank = min(sample.numel(), 3 * count // (2 * _SAMPLE_EVERY) + 16)
         threshold = sample.topk(rank, sorted=False).values.amin()
