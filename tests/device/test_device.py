@@ -6,17 +6,23 @@ What is simulated and what that proves: docs/design/devices.md.
 from __future__ import annotations
 
 import functools
+from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import phalanx
 from phalanx.cli.run import parse_workers
 from phalanx.comm import hooks
+from phalanx.comm.group.devices import DeviceBackends
+from phalanx.comm.group.process_group import PhalanxProcessGroup, collectives_of
 from phalanx.launch import worker
 from phalanx.launch.environment import Environment
 
+from .group import SimGroup
 from .mistakes import FUTURE_MISTAKE, MISTAKES, Verdict, judge
 from .process import on_device
 from .scenarios import SCENARIOS, Finding, observe
@@ -101,6 +107,36 @@ def _chosen() -> tuple[str, str, int]:
 
 def test_init_takes_the_device_that_c10d_has_a_backend_for() -> None:
     assert on_device(_chosen) == ("sim:0", "cpu:gloo,sim:simccl", 1)
+
+
+def _beside_phalanx() -> tuple[list[float], list[float], int]:
+    """A group of shared memory whose device tensors go to the device's own backend."""
+    group = PhalanxProcessGroup(dist.HashStore(), 0, 1, [0], timedelta(seconds=10))
+    device_group = SimGroup(dist.HashStore(), 0, 1)
+    launched = []
+
+    def of_device(_: Any, device: torch.device) -> SimGroup:
+        launched.append(device)
+        return device_group
+
+    with mock.patch.object(DeviceBackends, "_make", of_device):
+        collectives = collectives_of(group)
+        assert collectives is not None
+        x = torch.ones(8).to("sim")
+        out = torch.zeros(8).to("sim")
+        for work in (
+            collectives.all_reduce(x, 0.5),
+            collectives.reduce_scatter(out, x, 4.0),
+            collectives.all_gather(out, x),
+            collectives.broadcast(x, 0),
+        ):
+            work.wait()
+    group.shutdown()
+    return x.cpu().tolist(), out.cpu().tolist(), len(launched)
+
+
+def test_device_tensors_of_a_phalanx_group_go_to_the_backend_of_their_device() -> None:
+    assert on_device(_beside_phalanx) == ([2.0] * 8, [2.0] * 8, 1)
 
 
 def _forgets_nan(name: str) -> list[bool]:
