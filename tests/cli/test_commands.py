@@ -157,6 +157,7 @@ def test_numbers_of_workers_and_hosts_are_read() -> None:
     assert parse_workers("3") == 3
     with mock.patch("os.sched_getaffinity", return_value=set(range(64))):
         assert parse_workers("auto") == 8
-    with mock.patch("torch.cuda.device_count", return_value=4):
+    gpus = mock.patch("torch.accelerator.current_accelerator", return_value=torch.device("cuda"))
+    with gpus, mock.patch("torch.accelerator.device_count", return_value=4):
         assert parse_workers("auto") == 4
     assert parse_nodes("2") == (2, 2) and parse_nodes("1:4") == (1, 4)

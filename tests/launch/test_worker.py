@@ -160,7 +160,7 @@ def test_a_device_of_another_kind_is_refused_the_second_time(alone: None) -> Non
     ],
 )
 def test_arguments_that_cannot_be_honoured_are_refused_before_joining(options: dict[str, object], message: str) -> None:
-    with mock.patch("torch.cuda.device_count", return_value=0), pytest.raises(ConfigError, match=message):
+    with mock.patch("torch.accelerator.device_count", return_value=0), pytest.raises(ConfigError, match=message):
         init(**options)  # type: ignore[arg-type]
     assert not dist.is_initialized()
 

@@ -121,9 +121,10 @@ def parse_workers(text: str) -> int:
     if text == "auto":
         import torch
 
-        from phalanx.launch.worker import threads_for
+        from phalanx.launch.worker import threads_for, training_accelerator
 
-        return torch.cuda.device_count() or min(threads_for(1), _MOST_AUTOMATIC_WORKERS)
+        num_devices = torch.accelerator.device_count() if training_accelerator() else 0
+        return num_devices or min(threads_for(1), _MOST_AUTOMATIC_WORKERS)
     if not text.isdigit() or int(text) < 1:
         raise ConfigError(f"--nproc should be a number of workers or 'auto', got {text!r}")
     return int(text)

@@ -86,8 +86,9 @@ def _active(pretended: _Pretended) -> Iterator[None]:
 def _unchanged(module: torch.nn.Module) -> Iterator[None]:
     """Buffers and random state are afterwards what they were."""
     buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
-    devices = {p.device.index for p in module.parameters() if p.device.type == "cuda"}
-    with torch.random.fork_rng(devices=[index for index in devices if index is not None]):
+    places = {p.device for p in module.parameters() if p.device.index is not None and p.device.type not in ("cpu", "meta")}
+    kind = next((place.type for place in places), "cuda")  # any will do where there is no place to look at
+    with torch.random.fork_rng(devices=[place.index for place in places], device_type=kind):
         try:
             yield
         finally:

@@ -51,17 +51,20 @@ def choose_group(process_group: dist.ProcessGroup | None, device_mesh: DeviceMes
 
 
 def choose_caps(
-    bucket_cap_mb: float | None, bucket_cap_mb_list: Sequence[float] | None, total_bytes: int, num_buckets: int
+    bucket_cap_mb: float | None, bucket_cap_mb_list: Sequence[float] | None, total_bytes: int, num_buckets: int | None
 ) -> BucketCaps:
     """Caps in bytes: as given; else torch's, or even buckets for a model too small for `num_buckets` of those.
 
-    Torch's first bucket is small, so that communication starts early; a small model gains nothing by a bucket more.
+    Torch's first bucket is small, so that communication starts early; a small model gains nothing by a bucket more. None
+    for `num_buckets` leaves them torch's: what is best on a device was never measured here.
     """
     if bucket_cap_mb_list is not None and not isinstance(bucket_cap_mb_list, Sequence):
         raise ArgumentTypeError(f"bucket_cap_mb_list is a list of numbers, one per bucket, got {bucket_cap_mb_list!r}.")
     if bucket_cap_mb_list:
         return BucketCaps(tuple(_cap_bytes("bucket_cap_mb_list", cap) for cap in bucket_cap_mb_list))
     if bucket_cap_mb is None:
+        if num_buckets is None:
+            return BucketCaps((DEFAULT_FIRST_CAP_BYTES, DEFAULT_CAP_BYTES))
         even = max(-(-total_bytes // num_buckets), DEFAULT_FIRST_CAP_BYTES)
         return BucketCaps((even,) if even < DEFAULT_CAP_BYTES else (DEFAULT_FIRST_CAP_BYTES, DEFAULT_CAP_BYTES))
     return BucketCaps((_cap_bytes("bucket_cap_mb", bucket_cap_mb),))
@@ -165,7 +168,7 @@ def _device_index(device: Any) -> int:
     if isinstance(device, int):
         return device
     index = torch.device(device).index
-    return torch.cuda.current_device() if index is None else index
+    return torch.accelerator.current_device_index() if index is None else index
 
 
 def check_delayed(names_and_params: Any, trigger: Any) -> list[tuple[str, torch.nn.Parameter]]:

@@ -136,7 +136,8 @@ class DistributedDataParallel(TorchBase):
         )
         arguments.warn_deprecated(check_reduction)
         total_bytes = sum(p.numel() * p.element_size() for _, p in managed if p.requires_grad)
-        num_buckets = collectives_for(self.process_group).worthwhile_buckets
+        on_cpu = self.device_type == "cpu"
+        num_buckets = collectives_for(self.process_group).worthwhile_buckets if on_cpu else None
         self.caps = arguments.choose_caps(bucket_cap_mb, bucket_cap_mb_list, total_bytes, num_buckets)
         self.bucket_bytes_cap_list = list(self.caps.caps_bytes) if bucket_cap_mb_list else []
         self.caps_are_given = bucket_cap_mb is not None or bool(bucket_cap_mb_list)

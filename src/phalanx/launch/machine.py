@@ -77,9 +77,13 @@ def backends() -> Answer:
 
 
 def gpu() -> Answer:
-    if torch.cuda.is_available():
-        names = {torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())}
-        return Answer("GPU", Level.GOOD, f"{torch.cuda.device_count()} × {', '.join(sorted(names))}")
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if found is not None:
+        count = torch.accelerator.device_count()
+        # Not every kind of device has names; its own is the next best.
+        name_of = getattr(torch.get_device_module(found), "get_device_name", lambda index: found.type)
+        names = {str(name_of(index)) for index in range(count)}
+        return Answer("GPU", Level.GOOD, f"{count} × {', '.join(sorted(names))}")
     if torch.version.cuda is not None and os.path.exists("/dev/nvidia0"):
         return Answer(
             "GPU",

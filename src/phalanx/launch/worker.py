@@ -247,28 +247,48 @@ def _check_arguments(backend: object, threads: object, timeout_s: object) -> Non
 
 def _choose_device(environment: Environment, device: str | torch.device | None) -> torch.device:
     if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+        device = training_accelerator() or "cpu"
     try:
         place = torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise ConfigError(f"rank {environment.rank}: no device {device!r}: {error}") from None
-    if place.type != "cuda":
+    accelerator = torch.accelerator.current_accelerator()
+    if place.type != "cuda" and (accelerator is None or place.type != accelerator.type):
         return place
-    available = torch.cuda.device_count()
+    available = torch.accelerator.device_count()
     index = environment.local_rank if place.index is None else place.index
     if index >= available:
         raise ConfigError(
             f"rank {environment.rank}: needs GPU {index} of this host, which has {available}. "
             f"Start at most {available} workers a host, or pass device='cpu'."
         )
-    place = torch.device("cuda", index)
-    torch.cuda.set_device(place)
+    place = torch.device(place.type, index)
+    # Before any group is made: NCCL's communicators, and every tensor without an index, belong to the current device.
+    torch.accelerator.set_device_index(place)
     return place
 
 
+def training_accelerator() -> torch.device | None:
+    """The kind of device to train on where nobody said: one whose tensors c10d moves by a backend of their own."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if found is None or (found.type != "cuda" and _backend_of(found) is None):
+        return None
+    return found
+
+
+def _backend_of(device: torch.device) -> str | None:
+    """The backend that c10d has for this kind of device alone, where this build of torch has it."""
+    try:
+        name = dist.get_default_backend_for_device(device.type)
+    except ValueError:
+        return None
+    return name if name != dist.Backend.GLOO and dist.is_backend_available(name) else None
+
+
 def _choose_backend(environment: Environment, device: torch.device) -> str:
-    if device.type == "cuda" and dist.is_nccl_available():
-        return "cpu:gloo,cuda:nccl"
+    own = _backend_of(device) if device.type != "cpu" else None
+    if own is not None:
+        return f"cpu:gloo,{device.type}:{own}"
     if environment.shares_hosts and _registered("phalanx"):
         return "phalanx"
     return "gloo"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 
@@ -13,10 +15,21 @@ from ..shm.transport.signature import Verb
 from .lane import Lane
 
 
+def _scaled(tensor: torch.Tensor, scale: float) -> torch.Tensor:
+    """Scaled in place before it is added up: other backends do not scale, and half-precision sums stay in range."""
+    return as_real(tensor.mul_(scale) if scale != 1.0 else tensor)
+
+
+def _started(work: Any) -> Work:
+    started: Work = work
+    return started
+
+
 class ShmCollectives(Collectives):
     """Collectives of one phalanx group, on tensors of the processor.
 
-    Tensors from `allocate` are reduced where they lie; any other tensor costs a copy each way.
+    Tensors from `allocate` are reduced where they lie; any other tensor costs a copy each way. Tensors of other devices
+    go to the group itself, which hands them to the backend that was configured for their device.
     """
 
     fuses_scale = True
@@ -24,7 +37,7 @@ class ShmCollectives(Collectives):
     worthwhile_buckets = 1
 
     def __init__(self, group: dist.ProcessGroup, lane: Lane) -> None:
-        self.group = group
+        self.group: Any = group  # c10d declares overloads that no call of ours matches
         self.rank = lane.rank
         self.world = lane.world
         self._lane = lane
@@ -55,16 +68,24 @@ class ShmCollectives(Collectives):
 
     def all_reduce(self, tensor: torch.Tensor, scale: float = 1.0) -> Work:
         """Replace `tensor` on every rank by scale × the sum over ranks."""
+        if not tensor.is_cpu:
+            return _started(self.group.allreduce([_scaled(tensor, scale)]))
         return self._lane.submit([Call(Verb.ALL_REDUCE, [as_real(tensor)], scale=scale)])
 
     def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, scale: float = 1.0) -> Work:
         """Give rank r the r-th equal slice of scale × the sum of `input`."""
+        if not input.is_cpu:
+            return _started(self.group.reduce_scatter_single(as_real(output), _scaled(input, scale)))
         return self._lane.submit([Call(Verb.REDUCE_SCATTER, [as_real(output)], [as_real(input)], scale=scale)])
 
     def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Work:
         """Fill the r-th equal slice of `output` with rank r's `input`."""
+        if not input.is_cpu:
+            return _started(self.group.all_gather_single(as_real(output), as_real(input)))
         return self._lane.submit([Call(Verb.ALL_GATHER, [as_real(output)], [as_real(input)])])
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> Work:
         """Replace `tensor` on every rank by that of rank `source`."""
+        if not tensor.is_cpu:
+            return _started(self.group.broadcast([as_real(tensor)], root=source))
         return self._lane.submit([Call(Verb.BROADCAST, [as_real(tensor)], root=source)])

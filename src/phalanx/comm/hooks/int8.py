@@ -95,8 +95,9 @@ def quantise(blocks: torch.Tensor, feedback: bool) -> torch.Tensor:
     integers.copy_(rounded)
     if feedback:
         blocks.addcmul_(rounded, scale, value=-1.0)
-        if not scale.isfinite().all():
-            # Such a block arrives as NaN in this step; kept, it would spoil every step to come.
+        # A block with NaN or infinity arrives as NaN in this step; kept, it would spoil every step to come. On a device the
+        # host does not ask whether there is one: a pass over the residuals costs less than waiting for the answer.
+        if blocks.device.type != "cpu" or not scale.isfinite().all():
             blocks.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
     return sent
 

@@ -144,8 +144,10 @@ class PowerSGDState(HookState):
         rank = min(*source.shape, self.matrix_approximation_rank)
         kept = self.factors.get(name) if self.warm_start else None
         if kept is None or kept.shape != (columns, rank):
-            kept = random_factor(name, (columns, rank), self.random_seed, self.iter)
-        return kept.to(source.dtype).to(source.device)
+            kept = random_factor(name, (columns, rank), self.random_seed, self.iter).to(source.dtype)
+            if source.device.type != "cpu":
+                kept = kept.pin_memory()  # or the host would wait for its copy
+        return kept.to(source.device, source.dtype, non_blocking=True)
 
 
 def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

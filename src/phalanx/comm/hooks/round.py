@@ -31,6 +31,8 @@ class Batch:
     targets: tuple[torch.Tensor, ...]
     right: torch.Tensor
     left: torch.Tensor = field(init=False)
+    # On a device only: what `right` was at first. Holds the next step's right factors in the end.
+    start: torch.Tensor | None = field(init=False, default=None)
 
     @property
     def stacked(self) -> torch.Tensor:
@@ -76,6 +78,8 @@ class Round:
     ) -> None:
         self.index = bucket.index()
         self._result = bucket.buffer()
+        # Where asking for a value would make the host wait, both answers are computed and the device chooses.
+        self._on_device = self._result.device.type != "cpu"
         self._batches = batches
         self._plain = plain
         self._epsilon = keeper.orthogonalization_epsilon
@@ -86,6 +90,8 @@ class Round:
     def launch_left(self) -> None:
         """Start the first all-reduce: what is not compressed, and the left factors."""
         for batch in self._batches:
+            if self._on_device:
+                batch.start = batch.right
             batch.left = torch.bmm(batch.stacked, batch.right)
         parts = [one.source for one in self._plain] + [batch.left.flatten() for batch in self._batches]
         self._first = torch.cat(parts).to(self._result.dtype)
@@ -106,7 +112,8 @@ class Round:
             for batch in self._batches:
                 rest = self._turn(batch, rest)
             self._second = torch.cat([batch.right.flatten() for batch in self._batches]).to(self._result.dtype)
-            _all_reduce_mean(collectives, self._second).get_future().add_done_callback(self._finish)
+            # Chained, not only told of the end: what it reads is then ordered after the sum on every kind of group.
+            _all_reduce_mean(collectives, self._second).get_future().then(self._finish)
         except Exception as error:
             self.future.fail(error)
             raise
@@ -126,17 +133,22 @@ class Round:
         """From one batch's averaged left factors to its own right ones; returns what follows them."""
         count = batch.left.numel()
         left = averaged[:count].view(batch.left.shape).to(batch.left.dtype)
-        finite = bool(left.isfinite().all())
+        finite = left.isfinite().all()
         # A factorisation of NaN is not worth asking for; NaN is what everyone gets to see.
-        batch.left = orthonormal(left, self._epsilon) if finite else torch.full_like(left, torch.nan)
+        if self._on_device:
+            batch.left = orthonormal(left.where(finite, 0.0), self._epsilon).where(finite, torch.nan)
+        else:
+            batch.left = orthonormal(left, self._epsilon) if finite else torch.full_like(left, torch.nan)
         # As it will travel, so that what a narrow dtype rounds away stays in the residual.
         batch.right = torch.bmm(batch.stacked.mT, batch.left).to(self._result.dtype).to(left.dtype)
         for nth, source in enumerate(batch.sources):
-            if finite:
+            if self._on_device or finite:
                 # This rank's own share in the result, not the average: residuals then hold what
                 # compression lost, without the differences between ranks, and stay small.
                 source.addmm_(batch.left[nth], batch.right[nth].mT, alpha=-1.0)
-            else:
+            if self._on_device:
+                source.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)  # all of it, where the factors were not finite
+            elif not finite:
                 source.zero_()
         return averaged[count:]
 
@@ -154,9 +166,18 @@ class Round:
             self.future.fail(error)
 
     def _write(self, batch: Batch, right: torch.Tensor) -> None:
-        finite = bool(right.isfinite().all())
+        finite = right.isfinite().all()
+        if batch.start is not None:
+            # This runs on a stream of the callback's own. Memory of the launching stream that it uses must not be reused
+            # before it is over, and what outlives it must not be memory of this stream: the next step reads it on another.
+            here = torch.accelerator.current_stream(right.device)
+            for used in (batch.left, batch.start, *batch.targets):
+                used.record_stream(here)
+            batch.start.copy_(right.where(finite, batch.start))
         for nth, (name, target) in enumerate(zip(batch.names, batch.targets, strict=True)):
-            if finite:
+            if batch.start is not None:
+                self._factors[name] = batch.start[nth]
+            elif finite:
                 self._factors[name] = right[nth]
             else:
                 self._factors.pop(name, None)

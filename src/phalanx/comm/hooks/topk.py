@@ -104,10 +104,11 @@ def select(corrected: torch.Tensor, count: int, dtype: torch.dtype) -> torch.Ten
     sent_indices.copy_(indices)
     chosen = corrected[indices]
     sent_values.copy_(chosen)
-    finite = chosen.isfinite().all()
+    # NaN or infinity arrives as it is in this step; kept, it would spoil every step to come. On a device the host does not
+    # ask whether there is any: a pass over the residuals costs less than waiting for the answer.
+    spoilt = corrected.device.type != "cpu" or not chosen.isfinite().all()
     corrected[indices] = chosen.sub_(sent_values)
-    if not finite:
-        # It arrives as it is in this step; kept, it would spoil every step to come.
+    if spoilt:
         corrected.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
     return sent
 
@@ -115,9 +116,11 @@ def select(corrected: torch.Tensor, count: int, dtype: torch.dtype) -> torch.Ten
 def largest(magnitudes: torch.Tensor, count: int) -> torch.Tensor:
     """The indices of the `count` largest, ascending. NaN counts as largest."""
     candidates = None
-    if magnitudes.numel() >= _SAMPLE_FROM and count < magnitudes.numel() // 4:
-        # Selecting among all is slow. A sample says what is about large enough; if at least `count` are,
-        # the largest are among them, and the answer is the same.
+    on_cpu = magnitudes.device.type == "cpu"
+    if on_cpu and magnitudes.numel() >= _SAMPLE_FROM and count < magnitudes.numel() // 4:
+        # Selecting among all is slow on a CPU; elsewhere it is not, and counting candidates would make the host wait. A
+        # sample says what is about large enough; if at least `count` are, the largest are among them, and the answer is
+        # the same.
         sample = magnitudes[::_SAMPLE_EVERY]
         rank = min(sample.numel(), 3 * count // (2 * _SAMPLE_EVERY) + 16)
         threshold = sample.topk(rank, sorted=False).values.amin()
