@@ -224,7 +224,7 @@ def different_models(rank: int, world: int, what: str) -> str:
         ("name", ["'y.weight'", "'x.weight'"]),
         ("stride", ["'weight'", "stride"]),
         ("caps", ["bucket_cap_mb", "rank 1"]),
-        ("views", ["views=True", "rank 1"]),
+        ("views", ["gradient_as_bucket_view is False on rank 0, 2, True on rank 1"]),
     ],
 )
 def test_ranks_with_different_models_are_told_the_first_difference(what: str, words: list[str]) -> None:

@@ -227,7 +227,7 @@ def test_an_endpoint_that_is_not_here_is_said_to_the_first_host() -> None:
 
 
 def test_nobody_at_the_endpoint_is_said_after_a_while_and_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("phalanx.launch.waiting.FIRST_S", 0.0)
+    monkeypatch.setattr("phalanx.comm.failure.waiting.FIRST_S", 0.0)
     said: list[str] = []
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

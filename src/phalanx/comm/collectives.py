@@ -14,7 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .failure.board import FailureBoard
+from ..errors import CommunicationError
+from .failure.agreement import Settings, agreement_of
+from .failure.board import FailureBoard, board_of
 from .failure.waiter import Waiter
 from .work import Work
 
@@ -48,12 +50,14 @@ class Collectives(abc.ABC):
     # group's store and options. Neither refers back to this object, so that it is freed with its last user.
     @cached_property
     def _waiter(self) -> Waiter:
-        return Waiter(self.group, self.board, self.names_failures)
+        return Waiter(self.board, self.names_failures)
 
     @cached_property
     def board(self) -> FailureBoard:
         """Where ranks of this group leave their errors for the others."""
-        return FailureBoard(self.group)
+        board = board_of(self.group)
+        board.is_quick |= self.names_failures
+        return board
 
     def wait(self, work: Work, where: str) -> None:
         """Return when `work` is done. Raises CommunicationError naming the rank at fault.
@@ -65,6 +69,18 @@ class Collectives(abc.ABC):
     def wait_future(self, future: torch.futures.Future[Any], where: str) -> Any:
         """The future's value; its failure is explained as a collective's is."""
         return self._waiter.wait_future(future, where)
+
+    def agree(self, occasion: str, settings: Settings, changed: str = "") -> None:
+        """Raise MismatchError on every rank, naming what differs and where, unless all ranks give equal `settings`.
+
+        `changed` says why this rank asks, for the case that it asks alone. Every rank calls it at the same point. For what
+        is set once or changes rarely: it waits for the slowest rank.
+        """
+        if self.world > 1:
+            agreement_of(self.board).agree(occasion, settings, self._nobody_comes, changed)
+
+    def _nobody_comes(self, where: str, silent: bool) -> CommunicationError:
+        return self._waiter.explain(TimeoutError("no answer"), where, silent)
 
     @abc.abstractmethod
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -145,6 +145,7 @@ class GlooCollectives(TorchCollectives):
         if self.world == 1:
             output.copy_(input)
             return SeveralWorks([])
+        self._launches("reduce_scatter", input)
         own = None
         if self.world == 2:
             # What stays here need not be sent: half the memory, and no copy of it.
@@ -159,7 +160,8 @@ class GlooCollectives(TorchCollectives):
         num_bytes = output.numel() * output.element_size()
         if num_bytes < _LARGE_BYTES or not 1 < self.world <= _MOST_BROADCASTS:
             return super().all_gather(output, input)
+        self._launches("all_gather", output)
         parts = output.view(self.world, -1)
         if input.data_ptr() != parts[self.rank].data_ptr():
             parts[self.rank].copy_(input.view(-1))
-        return SeveralWorks([self.broadcast(part, source) for source, part in enumerate(parts)])
+        return SeveralWorks([self._broadcast(part, source) for source, part in enumerate(parts)])

@@ -209,3 +209,16 @@ def choose_on_unused(on_unused: str | None, expected: bool) -> str:
 
 def name_of(hook: Any) -> str:
     return str(getattr(hook, "__qualname__", type(hook).__name__))
+
+
+def in_words(wrapper: Any) -> dict[str, str]:
+    """The arguments that must be equal on all ranks beside the model and its buckets."""
+    names = (
+        "forward_sync_buffers find_unused_parameters gradient_as_bucket_view static_graph skip_all_reduce_unused_params "
+        "batched_grad_copy on_unused"
+    )
+    words = {name: str(getattr(wrapper, name)) for name in names.split()}
+    words["device"] = wrapper.device_type
+    words["mixed_precision"] = str(wrapper.mixed_precision)
+    words["ignored parameters"] = ", ".join(sorted(wrapper.parameters_to_ignore)) or "none"
+    return words

@@ -36,6 +36,7 @@ from .features.dist_autograd import current_context, gradients_of_context
 from .features.in_backward import StepInBackward, SteppedInBackward
 from .features.join import JoinedTraining, announce_reduction, common_rank
 from .features.precision import LowPrecision, MixedPrecision
+from .features.settings import CarriedSettings
 from .features.torch_in_backward import torch_in_backward
 from .frames import call, hides_from_dynamo, report_uncompiled, transparent, untraced
 from .reducer import HookStrategy, Reducer, ReducerOptions
@@ -166,10 +167,10 @@ class DistributedDataParallel(TorchNames, torch.nn.Module, Joinable):
         params = [param for _, param in trained]
         self.reducer = Reducer(params, self._first_plan, self.collectives, options)
         self.timeline = Timeline(self.reducer)
-        self.reducer.listeners.append(self.timeline)
+        self.reducer.listeners += [self.timeline, CarriedSettings(self.reducer)]
         if self._low is not None:
             self.reducer.listeners.append(self._low)
-        self.collectives.board.announce_uncaught()
+        _ = self.collectives.board  # from now on the other ranks are told if this process ends by an exception
         announce(self)
 
     def _make_plan(self, trained: Sequence[tuple[str, torch.nn.Parameter]]) -> BucketPlan:
@@ -180,6 +181,7 @@ class DistributedDataParallel(TorchNames, torch.nn.Module, Joinable):
         return build_plan(specs, self.caps)
 
     def _agree(self, with_buffers: bool) -> None:
+        self.collectives.agree("the arguments of DistributedDataParallel", arguments.in_words(self))
         settings = f"views={self.gradient_as_bucket_view} buffers={self.forward_sync_buffers}"
         verify_same(self._first_plan, settings, self.collectives)
         self.replicate_module(0, with_buffers)
@@ -363,7 +365,6 @@ class DistributedDataParallel(TorchNames, torch.nn.Module, Joinable):
         """
         self.process_group = arguments.choose_group(new_process_group, None)
         self.collectives = collectives_for(self.process_group)
-        self.collectives.board.announce_uncaught()
         self.reducer.restart(self.collectives, self._first_plan)
         self._agree(self.forward_sync_buffers)
 

@@ -23,6 +23,7 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, W
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import SignalException
 
+from phalanx.comm.failure.waiting import Notice
 from phalanx.errors import ConfigError
 from phalanx.launch.bootstrap import AGENT_PID
 from phalanx.launch.failure import FailureSummary, summarize
@@ -32,7 +33,6 @@ from phalanx.launch.hosts.secret import HOW_TO_MAKE, SECRET
 from phalanx.launch.logs import Follower, Keeper, RankLogs, Sink
 from phalanx.launch.rendezvous import ManyHosts, OneHost, Rendezvous
 from phalanx.launch.rundir import RunDirectory
-from phalanx.launch.waiting import Notice
 from phalanx.launch.worker import threads_for
 
 # A worker is started with our signals blocked, and lets them in as its first act. While Python itself and then torch

@@ -21,8 +21,8 @@ from typing import BinaryIO
 
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
+from phalanx.comm.failure.waiting import Notice
 from phalanx.launch.rundir import RunDirectory, open_private
-from phalanx.launch.waiting import Notice
 from phalanx.launch.worker import TRACE_DIRECTORY
 
 STACKS_FILE = "PHALANX_STACKS_FILE"

@@ -17,11 +17,11 @@ import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo
 from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
 
+from phalanx.comm.failure.waiting import Notice
 from phalanx.launch.environment import LOOPBACK
 from phalanx.launch.hosts.company import Company, HostsStore
 from phalanx.launch.hosts.meeting import Invitation, meet
 from phalanx.launch.store import RUN_STORE, ReservedPort, RunStore
-from phalanx.launch.waiting import Notice
 
 MEETING_S = 900.0
 """How long hosts wait for each other."""

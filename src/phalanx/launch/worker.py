@@ -15,6 +15,7 @@ from types import TracebackType
 import torch
 import torch.distributed as dist
 
+from phalanx.comm.failure import gloo_threads
 from phalanx.comm.memory.heap import keep_freed_memory
 from phalanx.errors import ConfigError, MismatchError
 from phalanx.launch.environment import Environment, detect
@@ -105,6 +106,8 @@ def leave() -> None:
     global _worker
     _worker = None
     if dist.is_initialized():
+        # Or the end of the group would wait for collectives that a failed rank has left under way.
+        gloo_threads.rest()
         dist.destroy_process_group()
 
 

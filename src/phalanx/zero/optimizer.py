@@ -26,6 +26,7 @@ from .overlap.overlap import Overlap
 from .partition.element import Placement
 from .partition.kinds import PartitionChoice, check_class, choose_partition
 from .partition.param_table import check_params
+from .settings import CommonSettings
 from .state.loading import check_states, check_structure, install
 from .state.sharded_optimizer import ShardedOptimizer
 
@@ -89,6 +90,18 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         self.partition, self.partition_reason = choice.partition, choice.reason
         as_views = self.parameters_as_bucket_view and not overlap_with_ddp
         placement = _placement(shared_parameters, as_views, choice, self.world_size)
+        self._settings = CommonSettings(self, collectives)
+        self._settings.agree_on_all(
+            {
+                "optimizer_class": f"{optimizer_class.__module__}.{optimizer_class.__qualname__}",
+                "stage": str(stage),
+                "partition": choice.partition,
+                "overlap_with_ddp": str(bool(overlap_with_ddp)),
+                "step_in_backward": str(overlap_with_ddp and step_in_backward is not False),
+                "parameters_as_bucket_view": str(self.parameters_as_bucket_view),
+                "shared_parameters": str(bool(shared_parameters)),
+            }
+        )
         self._sharded = ShardedOptimizer(optimizer_class, defaults, self.param_groups, choice, collectives, placement)
         # Schedulers look here for options that were left at their default.
         self.defaults = {**self.optim.defaults}
@@ -136,6 +149,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
 
     def _step(self, closure: Any = None, **kwargs: Any) -> Any:
         sharded = self._sharded
+        self._settings.check()
         # Schedulers edit the groups that the user sees; the local optimizer has groups of its own.
         # A state collected earlier is outdated from here on, even if the step raises.
         sharded.local.pull(self.param_groups)
@@ -184,6 +198,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         super().add_param_group(param_group)
         if self.initialized:
             try:
+                self._settings.agree_on_all({})
                 self._sharded.add_group(self.param_groups)
             # Every rank refuses the same group, so that all of them take it back and go on as before.
             except PhalanxError:
@@ -205,6 +220,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
                 "clip_grad_norm_() comes too late: the step has been made during backward. Make the optimizer with "
                 "step_in_backward=False."
             )
+        self._settings.clipped(max_norm, norm_type, error_if_nonfinite)
         if overlap is None or overlap.gradient_shards is None:
             return clip_gradients(self._all_params, max_norm, norm_type, error_if_nonfinite)
         shards = overlap.gradient_shards.owned()
@@ -292,6 +308,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         super().__setstate__({"state": defaultdict(dict), "param_groups": groups})
         self._sharded.local.pull(groups)
         self._sharded.local.push(groups)
+        self._settings.loaded(state["state"])
         self._consolidated = None
 
     def _normalised(self, states: dict[torch.Tensor, Any], groups: list[dict[str, Any]]) -> dict[torch.Tensor, Any]:

@@ -1,8 +1,17 @@
-"""Who failed, and what they said: notes that ranks leave for each other in the group's store.
+"""Who failed, who waits where, and what they said: notes that ranks leave for each other in the group's store.
 
-A collective that fails tells a rank that something is wrong, rarely who. The ranks of a group
-therefore write to the c10d store they already share: a rank that raises posts its message before it
-goes, and ranks whose collective failed call the roll. Nothing is written on the healthy path.
+A collective that fails tells a rank that something is wrong, rarely who. The ranks of a group therefore write to
+the c10d store they already share: a rank that raises posts its message before it goes, and ranks whose collective
+failed call the roll. Nothing is written on the healthy path.
+
+| key | written by | read by |
+| --- | --- | --- |
+| `failed/RANK`, `posted` | a rank whose own code raised | every rank that waits, once a second |
+| `alarm/N` | a rank whose collective failed, the N-th time | the same |
+| `OCCASION/N/RANK` | every rank, at the N-th exchange of that kind | every rank |
+| `waits/RANK` | a rank that has waited for seconds | ranks that wait as well |
+| `knows/RANK` | a rank that has found out what is wrong | the rank that serves the store, before it ends |
+
 Must not know of steps, buckets or parameters beyond the text it is given.
 """
 
@@ -10,19 +19,31 @@ from __future__ import annotations
 
 import contextlib
 import json
-import sys
+import os
 import time
 import weakref
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from types import TracebackType
 
 import torch.distributed as dist
 
 from ...errors import CommunicationError
+from .last_words import tell_at_the_end
 
 _POLL_S = 0.05
+# How long the rank that serves the store stays for those who have not read yet why it ends.
+_STAY_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Where a rank waits, and how many collectives it had launched and agreements taken part in by then."""
+
+    where: str
+    launched: int
+    agreed: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,22 +56,33 @@ class Failure:
 
 
 class FailureBoard:
-    """The notes of one process group. Every call is bounded in time and raises nothing of the store's."""
+    """The notes of one process group. Every call is bounded in time and raises nothing of the store's.
+
+    Made by `board_of`, one per group and process: its counters number what the ranks do together.
+    """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.rank = dist.get_rank(group)
         self.world = dist.get_world_size(group)
-        self._store = dist.PrefixStore("phalanx/failures", group.get_group_store())
+        self.timeout_s = group_timeout_s(group)
+        self.launched = self.agreed = 0  # counted where ranks agree by the store (`agreement`)
+        self._shared = group.get_group_store()
+        self._store = self.store_for("failures")
         # A rank's first error is the cause; those after it are consequences, and would only cover it up.
         self._posted = False
         self.last_words: str | None = None  # what this rank posted last, retracted or not
+        # How often each kind of exchange took place. Every rank takes part in all of them, so the numbers agree, and
+        # what was said at one of them is never taken for an answer at the next.
+        self._times: Counter[str] = Counter()
+        self.is_quick = False  # whether the transport itself carries failures, so that nobody need read them here
+        self._knows = False
+        self._gone: set[int] = set()  # ranks for which nobody need wait any more
 
-    def announce_uncaught(self) -> None:
-        """Post the exception that ends this process, should one do so."""
-        _watched.add(self)
-        if sys.excepthook is not _announce:
-            _previous.append(sys.excepthook)
-            sys.excepthook = _announce
+    def store_for(self, purpose: str) -> dist.Store:
+        """The group's store, with keys of its own for `purpose`."""
+        return dist.PrefixStore(f"phalanx/{purpose}", self._shared)
+
+    # -- what a rank says of itself --------------------------------------------------------------
 
     def post_error(self, error: BaseException, doing: str = "") -> None:
         """Leave `error` for the others, unless it only says that another rank failed."""
@@ -61,12 +93,13 @@ class FailureBoard:
     def post_failure(self, message: str) -> None:
         """Leave this rank's own message for the others; later posts of the same rank are ignored."""
         note = json.dumps({"when": time.time(), "message": message[:4000]})
-        try:
+        # The store may have died with the rank that served it; the others will notice that themselves.
+        with contextlib.suppress(RuntimeError, OSError):
             if not self._posted:
                 self._posted, self.last_words = True, message
                 self._store.set(f"failed/{self.rank}", note)
-        except (RuntimeError, OSError):
-            pass  # The store died with the rank that hosted it; the others will notice that themselves.
+                # After the note: whoever sees the flag finds the note.
+                self._store.set("posted", "1")
 
     def retract_failure(self) -> None:
         """This rank goes on after all: it caught what it had posted."""
@@ -74,62 +107,84 @@ class FailureBoard:
             self._posted = False
             with contextlib.suppress(RuntimeError, OSError):
                 self._store.delete_key(f"failed/{self.rank}")
+                if not self._written("failed"):
+                    self._store.delete_key("posted")
+
+    def note_wait(self, where: str) -> None:
+        """This rank has waited for seconds: say where, for those who wait as well and wonder."""
+        with contextlib.suppress(RuntimeError, OSError):
+            self._store.set(f"waits/{self.rank}", json.dumps([where, self.launched, self.agreed]))
+
+    def forget_wait(self) -> None:
+        """The wait is over."""
+        with contextlib.suppress(RuntimeError, OSError):
+            self._store.delete_key(f"waits/{self.rank}")
+
+    # -- what others said ------------------------------------------------------------------------
 
     def failures(self) -> list[Failure]:
-        """What other ranks posted, the earliest first."""
+        """What other ranks posted, the earliest first. One question to the store where nobody has."""
         found = []
-        try:
-            for rank in range(self.world):
-                if rank != self.rank and self._store.check([f"failed/{rank}"]):
-                    note = json.loads(self._store.get(f"failed/{rank}"))
+        with contextlib.suppress(RuntimeError, OSError):
+            if self._store.check(["posted"]):
+                for rank, text in self._written("failed").items():
+                    note = json.loads(text)
                     found.append(Failure(rank, note["when"], note["message"]))
-        except (RuntimeError, OSError):
-            pass
         # By each rank's own clock: the order between hosts is as good as their clocks.
         return sorted(found, key=lambda failure: failure.when)
+
+    def waits(self) -> dict[int, Wait]:
+        """Where other ranks wait, as far as they have waited for long."""
+        with contextlib.suppress(RuntimeError, OSError):
+            return {rank: Wait(*json.loads(text)) for rank, text in self._written("waits").items()}
+        return {}
+
+    def _written(self, kind: str) -> dict[int, str]:
+        others = [rank for rank in range(self.world) if rank != self.rank]
+        there = [rank for rank in others if self._store.check([f"{kind}/{rank}"])]
+        return {rank: self._store.get(f"{kind}/{rank}").decode() for rank in there}
+
+    # -- what ranks find out together ------------------------------------------------------------
 
     def raise_alarm(self) -> None:
         """Make every rank that waits for a collective look up and answer the roll."""
         with contextlib.suppress(RuntimeError, OSError):
-            self._store.set("alarm", str(self.rank))
-
-    def calm(self) -> None:
-        """Everybody answered: the alarm is over."""
-        with contextlib.suppress(RuntimeError, OSError):
-            self._store.delete_key("alarm")
+            self._store.set(f"alarm/{self._times['alive']}", str(self.rank))
 
     def is_alarmed(self) -> bool:
         """Whether some rank's collective failed, or a rank said that it did."""
         try:
-            return bool(self._store.check(["alarm"])) or bool(self.failures())
+            # The alarm of a roll that has been called is over, and has another number.
+            return self._store.check([f"alarm/{self._times['alive']}"]) or bool(self.failures())
         except (RuntimeError, OSError):
             return True  # the store is gone, and its host with it
 
     def exchange(self, occasion: str, text: str, wait_s: float) -> dict[int, str]:
-        """What each rank says on `occasion`, as far as it comes within `wait_s`; all ranks call this."""
+        """What each rank says on `occasion`, as far as it comes within `wait_s`; all ranks call this equally often."""
         deadline = time.monotonic() + wait_s
+        key = f"{occasion}/{self._times[occasion]}"
+        self._times[occasion] += 1
         said = {self.rank: text}
         try:
-            # Or a store whose host hangs would keep this call for c10d's default of minutes.
-            self._store.set_timeout(timedelta(seconds=max(wait_s, 1.0)))
-            self._store.set(f"{occasion}/{self.rank}", text)
-            while len(said) < self.world:
-                for rank in range(self.world):
-                    if rank not in said and self._store.check([f"{occasion}/{rank}"]):
-                        said[rank] = self._store.get(f"{occasion}/{rank}").decode()
-                if len(said) == self.world or time.monotonic() > deadline:
-                    break
-                time.sleep(_POLL_S)
+            with self._limited(wait_s):
+                self._store.set(f"{key}/{self.rank}", text)
+                while len(said) < self.world:
+                    for rank in range(self.world):
+                        if rank not in said and self._store.check([f"{key}/{rank}"]):
+                            said[rank] = self._store.get(f"{key}/{rank}").decode()
+                    if len(said) == self.world or time.monotonic() > deadline:
+                        break
+                    time.sleep(_POLL_S)
         except (RuntimeError, OSError):
             return {self.rank: text}
         return said
 
-    def roll_call(self, occasion: str, wait_s: float) -> tuple[int, ...]:
-        """The ranks that did not answer to `occasion` within `wait_s`; all others call it too.
+    def roll_call(self, wait_s: float) -> tuple[int, ...]:
+        """The ranks that did not answer within `wait_s`; all others call it too.
 
         Where the store itself is gone, only its host (rank 0) is known to be missing.
         """
-        said = self.exchange(f"alive/{occasion}", "1", wait_s)
+        said = self.exchange("alive", "1", wait_s)
         if len(said) == 1 and self.world > 2 and not self._reachable():
             return (0,)
         return tuple(rank for rank in range(self.world) if rank not in said)
@@ -140,14 +195,69 @@ class FailureBoard:
         except (RuntimeError, OSError):
             return False
 
+    @contextlib.contextmanager
+    def _limited(self, seconds: float) -> Iterator[None]:
+        """A store whose host hangs would keep a call for c10d's default of minutes. The limit is the shared store's."""
+        before: timedelta = self._shared.timeout  # type: ignore[attr-defined]  # missing in torch's stubs
+        self._shared.set_timeout(timedelta(seconds=max(seconds, 1.0)))
+        try:
+            yield
+        finally:
+            self._shared.set_timeout(before)
+
+    # -- the end ---------------------------------------------------------------------------------
+
+    def conclude(self, gone: Collection[int] = ()) -> None:
+        """This rank knows what is wrong, and needs the store no more; `gone`: ranks that nobody will hear of."""
+        self._gone.update(gone)
+        if not self._knows:
+            self._knows = True
+            with contextlib.suppress(RuntimeError, OSError):
+                self._store.set(f"knows/{self.rank}", "1")
+
+    def hear_last_words(self, words: str) -> None:
+        """This process ends by an exception: leave its words for the others."""
+        self.post_failure(words)
+
+    def stay_for_others(self) -> None:
+        """Before a process ends by an exception: if it takes the store with it, let the others read first."""
+        self.conclude()
+        others = [rank for rank in range(self.world) if rank != self.rank and rank not in self._gone]
+        if others and not self.is_quick and self._serves_store:
+            deadline = time.monotonic() + _STAY_S
+            with contextlib.suppress(RuntimeError, OSError):
+                while not self._store.check([f"knows/{rank}" for rank in others]) and time.monotonic() < deadline:
+                    time.sleep(_POLL_S)
+
+    @property
+    def _serves_store(self) -> bool:
+        """Whether the store is a server in this process. A wrong guess costs a few seconds at the end."""
+        store = self._shared
+        while isinstance(store, dist.PrefixStore):
+            store = store.underlying_store
+        # torchrun's agent serves the store itself, and lives on.
+        by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        return isinstance(store, dist.TCPStore) and dist.is_initialized() and dist.get_rank() == 0 and not by_agent
+
+
+def group_timeout_s(group: dist.ProcessGroup) -> float:
+    """The group's own time limit for silence."""
+    # No public call returns it; the options of the group's backend do, where it has any.
+    for device in group._device_types:
+        options = getattr(group._get_backend(device), "options", None)
+        if options is not None and hasattr(options, "_timeout"):
+            return float(options._timeout.total_seconds())
+    return float(dist.default_pg_timeout.total_seconds()) if hasattr(dist, "default_pg_timeout") else 1800.0
+
 
 # Weak: a board goes with its group, and must not be posted to afterwards.
-_watched: weakref.WeakSet[FailureBoard] = weakref.WeakSet()
-_previous: list[Callable[..., None]] = []
+_boards: weakref.WeakKeyDictionary[dist.ProcessGroup, FailureBoard] = weakref.WeakKeyDictionary()
 
 
-def _announce(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
-    """The process is about to end with `error`: tell the other ranks, then do what was done before."""
-    for board in list(_watched):
-        board.post_error(error)
-    (_previous[-1] if _previous else sys.__excepthook__)(kind, error, where)
+def board_of(group: dist.ProcessGroup) -> FailureBoard:
+    """The board of `group` in this process."""
+    board = _boards.get(group)
+    if board is None:
+        board = _boards[group] = FailureBoard(group)
+        tell_at_the_end(board)
+    return board

@@ -1,4 +1,4 @@
-"""Waiting for a collective without waiting for ever, and saying afterwards whose fault it was.
+"""Waiting for a collective without waiting for ever or in silence, and saying afterwards whose fault it was.
 
 Some transports tell only the neighbours of a dead rank, and only that a socket closed. A wait here
 looks at the failure board once a second, so that one rank's failure reaches all, and turns whatever the
@@ -7,40 +7,73 @@ transport said into an error that names the rank. Must not know of parameters.
 
 from __future__ import annotations
 
+import sys
 import threading
-import time
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from ...errors import CollectiveTimeout, CommunicationError, PeerFailure
+from ...errors import CollectiveTimeout, CommunicationError, MismatchError, PeerFailure
 from ..work import Work
 from .board import FailureBoard
+from .waiting import Waiting
 
 # A c10d work cannot be woken up while somebody waits for it, so waiting is done in slices of this length.
 _SLICE = timedelta(seconds=1)
 _ROLL_CALL_S = 2.0  # longer than a slice: whoever waits must have looked at the board by then
+_NOTE_S = 3.0  # a rank that has waited for so long says where, for those who look for the cause
 
 
-def group_timeout_s(group: dist.ProcessGroup) -> float:
-    """The group's own time limit for silence."""
-    # No public call returns it; the options of the group's backend do, where it has any.
-    for device in group._device_types:
-        options = getattr(group._get_backend(device), "options", None)
-        if options is not None and hasattr(options, "_timeout"):
-            return float(options._timeout.total_seconds())
-    return float(dist.default_pg_timeout.total_seconds()) if hasattr(dist, "default_pg_timeout") else 1800.0
+def say(line: str) -> None:
+    """One line for the user, on stderr."""
+    sys.stderr.write(f"phalanx: {line}\n")
+    sys.stderr.flush()
+
+
+class Patience:
+    """One wait of one rank: after some seconds it is noted for the others, after ten it is said aloud, then rarely."""
+
+    def __init__(self, board: FailureBoard, where: str) -> None:
+        self._board = board
+        self._where = where
+        self._waiting = Waiting(say)
+        self._is_noted = False
+
+    @property
+    def seconds(self) -> float:
+        """How long the wait has lasted."""
+        return self._waiting.seconds
+
+    def look(self) -> None:
+        """Called about once a second while waiting."""
+        if self.seconds >= _NOTE_S and not self._is_noted:
+            self._is_noted = True
+            self._board.note_wait(self._where)
+        self._waiting.look(self._words)
+
+    def _words(self) -> str:
+        others = self._board.waits()
+        absent = [rank for rank in range(self._board.world) if rank != self._board.rank and rank not in others]
+        apart = {rank: wait.where for rank, wait in others.items() if wait.where != self._where}
+        elsewhere = "; ".join(f"rank {rank} waits at {where}" for rank, where in apart.items())
+        # Those who wait as well have said so by now: the others do something else, or are no more.
+        who = f"for rank {_listed(absent)}" if absent else "and so do all others"
+        return f"rank {self._board.rank} waits {who}, at {self._where}{f' ({elsewhere})' if elsewhere else ''}"
+
+    def end(self) -> None:
+        """The wait is over, whatever came of it."""
+        if self._is_noted:
+            self._board.forget_wait()
 
 
 class Waiter:
     """Waits on behalf of one group; `where` in each call says in words what is being waited for."""
 
-    def __init__(self, group: dist.ProcessGroup, board: FailureBoard, names_failures: bool) -> None:
+    def __init__(self, board: FailureBoard, names_failures: bool) -> None:
         self.board = board
         self._names_failures = names_failures
-        self._timeout_s = group_timeout_s(group)
 
     def wait(self, work: Work, where: str) -> None:
         """Return when the work is done. Raises CommunicationError naming the rank at fault."""
@@ -50,30 +83,40 @@ class Waiter:
                 work.wait()
             except CommunicationError as error:
                 raise type(error)(f"{where}: {error}", error.ranks) from error
+            except MismatchError as error:
+                raise self.mismatch(error, where) from error
             return
-        started = time.monotonic()
+        patience: Patience | None = None
         while True:
             try:
                 work.wait(_SLICE)
-                return
+                break
             except RuntimeError as error:
+                patience = patience or Patience(self.board, where)
                 # The end of a slice looks like any other error; only the work itself knows which it was.
-                silent = time.monotonic() - started > self._timeout_s
+                silent = patience.seconds > self.board.timeout_s
                 if work.is_completed():
                     raise self.explain(error, where, silent or _is_timeout(error)) from error
                 if silent or self.board.is_alarmed():
                     raise self.explain(error, where, silent) from error
+                patience.look()
+        if patience is not None:
+            patience.end()
 
     def wait_future(self, future: torch.futures.Future[Any], where: str) -> Any:
         """The future's value; its failure is explained as a collective's is."""
         # Not `future.wait`, which has no time limit: a hook's future may depend on a rank that died.
         finished = threading.Event()
         future.add_done_callback(lambda _: finished.set())
-        started = time.monotonic()
+        patience: Patience | None = None
         while not finished.wait(_SLICE.total_seconds()):
-            silent = time.monotonic() - started > self._timeout_s
+            patience = patience or Patience(self.board, where)
+            silent = patience.seconds > self.board.timeout_s
             if silent or self.board.is_alarmed():
                 raise self.explain(TimeoutError("the future never completed"), where, silent)
+            patience.look()
+        if patience is not None:
+            patience.end()
         try:
             return future.value()
         except CommunicationError as error:
@@ -83,14 +126,26 @@ class Waiter:
             failed = self.board.failures() or _is_transport(error)
             raise (self.explain(error, where, _is_timeout(error)) if failed else error) from error
 
+    def mismatch(self, error: MismatchError, where: str) -> MismatchError:
+        """The ranks came to different collectives: every rank is told what each was at."""
+        said = self.board.exchange("mismatch", where, _ROLL_CALL_S)
+        # Where all say the same, the collective itself says what differs.
+        table = f" At that moment {at_work(said)}." if len(set(said.values())) > 1 else ""
+        return MismatchError(f"{where}: {error}{table}")
+
     def explain(self, error: BaseException, where: str, timed_out: bool) -> CommunicationError:
         """The error to raise in place of the transport's own, after asking who is still there."""
+        explained = self._explain(error, where, timed_out)
+        self.board.conclude(explained.ranks)
+        return explained
+
+    def _explain(self, error: BaseException, where: str, timed_out: bool) -> CommunicationError:
         me = f"rank {self.board.rank}: {where}"
         # First of all: ranks that wait for another collective look up and answer the roll only if alarmed.
         self.board.raise_alarm()
         posted = self.board.failures()
         # Whoever posted its error first is at fault; the roll is called only if nobody did.
-        missing = () if posted else self.board.roll_call("failure", _ROLL_CALL_S)
+        missing = () if posted else self.board.roll_call(_ROLL_CALL_S)
         # Again: a rank may have posted while the roll was called.
         posted = posted or self.board.failures()
         if posted:
@@ -98,17 +153,24 @@ class Waiter:
             return PeerFailure(f"{me}: rank {first.rank} failed first: {first.message}", [first.rank])
         words = " ".join(str(error).split())
         if not missing:
-            # An alarm left standing would end healthy waits of whoever goes on with this group.
-            self.board.calm()
             return CommunicationError(f"{me}: the collective failed though every rank answers: {words}")
-        who = ", ".join(map(str, missing))
+        who = _listed(missing)
         if timed_out:
             return CollectiveTimeout(
-                f"{me}: no answer from rank {who} within the group's time limit of {self._timeout_s:.0f} s. "
+                f"{me}: no answer from rank {who} within the group's time limit of {self.board.timeout_s:.0f} s. "
                 f"Look at what that rank was doing, or give the group a longer timeout. ({words})",
                 missing,
             )
         return PeerFailure(f"{me}: rank {who} died, left the group or hangs. Look at its log. ({words})", missing)
+
+
+def at_work(said: Mapping[int, str]) -> str:
+    """What each rank was at, in words."""
+    return "; ".join(f"rank {rank} was at {words}" for rank, words in sorted(said.items()))
+
+
+def _listed(ranks: Any) -> str:
+    return ", ".join(map(str, ranks))
 
 
 def _is_timeout(error: BaseException) -> bool:

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 
 from ..collectives import Collectives, Work, as_real
+from ..failure.agreement import Settings, agreeing_on, disagreement, encode, fingerprint
 from ..memory.segment import process_memory
 from ..shm.ops.call import Call
 from ..shm.transport.signature import Verb
@@ -29,6 +30,22 @@ class ShmCollectives(Collectives):
         self._lane = lane
         # Held, because the segment lives only as long as somebody uses it.
         self._memory = process_memory()
+
+    def agree(self, occasion: str, settings: Settings, changed: str = "") -> None:
+        """As of any collectives; by a collective, since these compare what they are asked for."""
+        text = encode(occasion, settings)
+        where = agreeing_on(occasion, changed)
+        mine = fingerprint(text) + len(text).to_bytes(8, "big")
+        said = self._exchange(mine, where)
+        if len(set(said)) > 1:
+            longest = max(int.from_bytes(each[-8:], "big") for each in said)
+            raise disagreement(self.rank, [row.rstrip() for row in self._exchange(text.ljust(longest), where)])
+
+    def _exchange(self, mine: bytes, where: str) -> list[bytes]:
+        """What each rank gives; as long on every rank."""
+        everyone = torch.empty(self.world * len(mine), dtype=torch.uint8)
+        self.wait(self.all_gather(everyone, torch.frombuffer(bytearray(mine), dtype=torch.uint8)), where)
+        return [bytes(row.tolist()) for row in everyone.view(self.world, -1)]
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A zeroed flat tensor in the segment, if `device` is the processor."""

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from ...errors import CollectiveTimeout, CommunicationError
+from ..failure.last_words import tell_at_the_end
 from ..shm.ops.call import UNSET, Call
 from ..shm.ops.operations import Operations
 
@@ -170,6 +171,7 @@ class Lane:
         self._queued = threading.Semaphore(0)
         self._thread: threading.Thread | None = None
         self._closed: CommunicationError | None = None
+        tell_at_the_end(self)
 
     def submit(self, calls: Sequence[Call], blocking: bool = False, timeout: timedelta = UNSET) -> dist.Work:
         """Carry out `calls`, one after the other, as one work; return when they are over if `blocking`."""
@@ -215,6 +217,13 @@ class Lane:
         """Make every collective of the group raise, here and on the other ranks."""
         if self._closed is None:
             self.operations.break_(CommunicationError(reason, (self.global_rank,)))
+
+    def hear_last_words(self, words: str) -> None:
+        """This process ends by an exception: tell the other ranks by the links, which need no store."""
+        self.abort(f"rank {self.global_rank} failed: {words}")
+
+    def stay_for_others(self) -> None:
+        """What was told has arrived: it lies in the sockets of those who listen."""
 
     def close(self) -> None:
         """Leave the group. What is under way or queued raises."""

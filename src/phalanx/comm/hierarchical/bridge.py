@@ -30,7 +30,8 @@ LEAD = 0  # its place in the team
 _LEAD_FACTOR = 1.1
 _FOLLOW_FACTOR = 1.25
 _MARGIN = timedelta(seconds=0.5)
-_REPORT_WAIT_S = 0.6  # two looks of a relay, and a little
+# The ranks beside a lead that died notice it at once if they wait, and report who it was. Those who compute do later.
+_REPORT_WAIT_S = 2.0
 
 
 class Bridge(Operations):
@@ -140,7 +141,8 @@ class Bridge(Operations):
         return type(broken)(str(broken), broken.ranks)
 
     def break_(self, error: CommunicationError) -> None:
-        self._watch.break_(error)
+        # Told to the other hosts here and now: the process may end before the relay's next look.
+        report(self._store, self._watch.break_(error))
 
     def leave(self, reason: CommunicationError) -> None:
         # First: the relay would take the end of this rank's own watch for a failure, and tell the other hosts.

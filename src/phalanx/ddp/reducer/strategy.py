@@ -21,6 +21,8 @@ from .bucket import Bucket, DenseBucket
 from .sparse import SparseBucket
 
 _ALIGNED_ELEMENTS = 64
+_KNOWN = ("phalanx.", "torch.")
+_SIMPLE = (bool, int, float, str, torch.dtype)
 
 Hook = Callable[[Any, GradBucket], torch.futures.Future[Any]]
 
@@ -40,6 +42,11 @@ class Strategy(abc.ABC):
 
     def __init__(self, collectives: Collectives) -> None:
         self.collectives = collectives
+        self._agreed_with: Collectives | None = None
+
+    def in_words(self) -> dict[str, str]:
+        """What must be the same on all ranks, or their collectives would not fit together."""
+        return {"reduction": type(self).__name__}
 
     @property
     @abc.abstractmethod
@@ -63,6 +70,10 @@ class Strategy(abc.ABC):
 
     def start(self, bucket: Bucket) -> None:
         """Launch a packed bucket; a tail that cannot ride along follows it."""
+        if self._agreed_with is not self.collectives:
+            # With the first bucket after a change: hooks are registered by each rank alone.
+            self.collectives.agree("the reduction of gradients", self.in_words(), "since the last backward")
+            self._agreed_with = self.collectives
         if isinstance(bucket, SparseBucket):
             self._launch_sparse(bucket)
         else:
@@ -172,6 +183,15 @@ class HookStrategy(Strategy):
         self.state = state
         self.hook = hook
         self.name = getattr(hook, "__qualname__", type(hook).__name__)
+
+    def in_words(self) -> dict[str, str]:
+        # Of hooks and states that users wrote nothing is known: a rank may log, or keep numbers of its own.
+        known = str(getattr(self.hook, "__module__", "")).startswith(_KNOWN)
+        words = {"reduction": "by a hook", "hook": str(self.name) if known else "a user's own"}
+        if self.state is not None and type(self.state).__module__.startswith(_KNOWN):
+            simple = {name: value for name, value in vars(self.state).items() if isinstance(value, _SIMPLE)}
+            words |= {f"{name} of the hook's state": str(value) for name, value in simple.items()}
+        return words
 
     @property
     def pack_scale(self) -> float:

@@ -8,6 +8,7 @@ the bucket's own dtype. After the sum an element holds how many ranks said one:
     weight      bits of the weight in fixed point, so that the exact sum of weights can be put together
     nested      this rank knows of a backward inside this backward, so that gradient may still come late
     given up    this rank's backward raised: what it sends only keeps the ranks in step
+    settings    bits of a digest of what ranks have to agree on beside the plan (in the first bucket; zeros elsewhere)
     late        in the last bucket only, one per bucket: gradient that arrived after its bucket had left
     usage       one per parameter: how many ranks used it
 
@@ -20,12 +21,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 from ...errors import ConfigError
 
 _SIGNATURE_BITS = 16
+SETTINGS_BITS = 16
 _STEP_PERIOD = 8
 # Token counts of the largest batches, and shares of a millionth of a millionth, keep eight digits.
 _WEIGHT_BITS = 128
@@ -36,7 +39,8 @@ _WEIGHTED_AT = _SIGNATURE_BITS
 _WEIGHT_AT = _WEIGHTED_AT + 1
 _NESTED_AT = _WEIGHT_AT + _WEIGHT_BITS
 _GIVEN_UP_AT = _NESTED_AT + 1
-_LATE_AT = _GIVEN_UP_AT + 1
+_SETTINGS_AT = _GIVEN_UP_AT + 1
+_LATE_AT = _SETTINGS_AT + SETTINGS_BITS
 
 # The largest count of ranks that each dtype adds up without rounding.
 _EXACT_RANKS = {torch.bfloat16: 2**8, torch.float16: 2**11}
@@ -72,6 +76,15 @@ class Reading:
     usage: tuple[int, ...]
 
 
+class Carried(Protocol):
+    """What a tail carries for others. `digest` stays the same during a pass; 0 where there is nothing to agree on."""
+
+    digest: int
+
+    def differ(self, step: int) -> Exception:
+        """The error for ranks whose digests differ. Every rank calls it."""
+
+
 class Tail:
     """The layout of one bucket's tail and the templates to write and to compare with."""
 
@@ -83,8 +96,11 @@ class Tail:
         self._num_params = num_params
         self._usage_at = _LATE_AT + num_late
         self.numel = self._usage_at + num_params
+        self.carried: Carried | None = None
         self._written: dict[torch.dtype, list[torch.Tensor]] = {}
         self._expected: dict[torch.dtype, list[torch.Tensor]] = {}
+        # By dtype and template, the digest that is in it.
+        self._digests: dict[torch.dtype, list[int]] = {}
 
     def of_late_parts(self) -> Tail:
         """The tail of the bucket that carries what came late for this one."""
@@ -101,17 +117,28 @@ class Tail:
         values[self._usage_at :] = 1.0
         return values
 
-    def _templates(self, like: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    def _template(self, like: torch.Tensor, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The healthy tail of a step, as each rank writes it and as it comes back."""
         if like.dtype not in self._written:
             healthy = [self._compose(step) for step in range(_STEP_PERIOD)]
             summed = [values * self.world * self._scale for values in healthy]
             self._written[like.dtype] = [values.to(like.device, like.dtype) for values in healthy]
             self._expected[like.dtype] = [values.to(like.device, like.dtype) for values in summed]
-        return self._written[like.dtype], self._expected[like.dtype]
+            self._digests[like.dtype] = [0] * _STEP_PERIOD
+        place = step % _STEP_PERIOD
+        written, expected = self._written[like.dtype][place], self._expected[like.dtype][place]
+        digest = 0 if self.carried is None else self.carried.digest
+        if digest != self._digests[like.dtype][place]:
+            # Changed in place: settings may change in every step (a schedule of learning rates).
+            self._digests[like.dtype][place] = digest
+            bits = torch.tensor(_settings_bits(digest), dtype=torch.float64)
+            written[_SETTINGS_AT:_LATE_AT] = bits
+            expected[_SETTINGS_AT:_LATE_AT] = bits * self.world * self._scale
+        return written, expected
 
     def write(self, out: torch.Tensor, step: int) -> None:
         """The healthy tail: every parameter used, default weight, nothing late."""
-        out.copy_(self._templates(out)[0][step % _STEP_PERIOD])
+        out.copy_(self._template(out, step)[0])
 
     def write_usage(self, out: torch.Tensor, used: Sequence[int]) -> None:
         out[self._usage_at :] = torch.tensor(list(used), dtype=out.dtype, device=out.device)
@@ -133,7 +160,7 @@ class Tail:
 
     def is_healthy(self, summed: torch.Tensor, step: int) -> bool:
         """Whether every rank wrote the healthy tail of this very step. One comparison."""
-        return torch.equal(summed, self._templates(summed)[1][step % _STEP_PERIOD])
+        return torch.equal(summed, self._template(summed, step)[1])
 
     def read(self, summed: torch.Tensor, step: int) -> Reading:
         """What the ranks said, in words."""
@@ -141,11 +168,21 @@ class Tail:
         counts = [round(value / self._scale) for value in real.tolist()]
         fixed = sum(count << bit for bit, count in enumerate(counts[_WEIGHT_AT:_NESTED_AT]))
         default = self.world - counts[_WEIGHTED_AT]
+        in_step = counts[:_SIGNATURE_BITS] == [bit * self.world for bit in self._bits(step)]
+        # Ranks that are not at the same step need not have the same settings.
+        if in_step and self.carried is not None:
+            mine = [bit * self.world for bit in _settings_bits(self.carried.digest)]
+            if counts[_SETTINGS_AT:_LATE_AT] != mine:
+                raise self.carried.differ(step)
         return Reading(
-            in_step=counts[:_SIGNATURE_BITS] == [bit * self.world for bit in self._bits(step)],
+            in_step=in_step,
             total_weight=default + fixed / 2**_WEIGHT_FRACTION_BITS,
             num_given_up=counts[_GIVEN_UP_AT],
             nested=counts[_NESTED_AT] > 0,
             late_buckets=tuple(b for b, count in enumerate(counts[_LATE_AT : self._usage_at]) if count),
             usage=tuple(counts[self._usage_at :]),
         )
+
+
+def _settings_bits(digest: int) -> list[int]:
+    return [digest >> bit & 1 for bit in range(SETTINGS_BITS)]

@@ -13,11 +13,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from phalanx.comm.failure.waiting import Notice, Waiting
 from phalanx.errors import CommunicationError
 from phalanx.launch.hosts.channel import Channel, ChannelError, NotAdmittedError, admit
 from phalanx.launch.hosts.company import BEAT_S, SILENCE_S, Company, HostsEnded, Place, apply
 from phalanx.launch.hosts.rounds import Host, Phase, Rounds
-from phalanx.launch.waiting import Notice, Waiting
 
 _PROOF_S = 5.0
 _MOST_UNPROVEN = 32

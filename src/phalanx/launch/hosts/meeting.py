@@ -16,13 +16,13 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from phalanx.comm.failure.waiting import Notice
 from phalanx.errors import ConfigError
 from phalanx.launch.hosts.company import Company
 from phalanx.launch.hosts.filter import admit_only
 from phalanx.launch.hosts.head import Head
 from phalanx.launch.hosts.member import meet_head
 from phalanx.launch.hosts.rounds import Host, Rounds
-from phalanx.launch.waiting import Notice
 
 _EVERYWHERE = frozenset({"", "*", "0.0.0.0", "::", "0", "any", "all"})
 

@@ -15,11 +15,11 @@ from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any
 
+from phalanx.comm.failure.waiting import Notice, Waiting
 from phalanx.errors import CommunicationError
 from phalanx.launch.hosts.channel import Channel, ChannelError, NotAdmittedError, enter
 from phalanx.launch.hosts.company import BEAT_S, SILENCE_S, Company, HostsEnded, Place
 from phalanx.launch.hosts.rounds import Host
-from phalanx.launch.waiting import Notice, Waiting
 
 _RETRY_S = 0.25
 

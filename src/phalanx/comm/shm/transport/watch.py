@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable, Sequence
 
 from ....errors import CollectiveTimeout, CommunicationError, PeerFailure
+from ...failure.waiter import say
+from ...failure.waiting import FIRST_S, Waiting
 from .link import Link, Notice, NoticeKind, make_signal
 
 # How often to look for a signal before blocking in the kernel. A look costs about a microsecond,
@@ -64,12 +66,13 @@ class Watch:
                 os.sched_yield()
             if link.arrived():
                 return
-        deadline = time.monotonic() + timeout_s
+        started = time.monotonic()
         poller = link.poller(self.notices_fd, self._wake)
         if link.notice is None:
             # Nearly always it is the signal that ends this. All else stays readable until it is read, except a
             # notice of leaving that was read before.
-            poller.poll(timeout_s * 1000)
+            poller.poll(min(timeout_s, FIRST_S) * 1000)
+        waiting: Waiting | None = None
         while not link.arrived():
             _clear(self._wake)
             self.read_notices()
@@ -79,10 +82,12 @@ class Watch:
                 if link.arrived():
                     return
                 raise _again(self._fail(f"rank {link.peer} left the group", (link.peer,)))
-            remaining = deadline - time.monotonic()
+            remaining = started + timeout_s - time.monotonic()
             if remaining <= 0:
                 raise _again(self._time_out(timeout_s, stragglers()))
-            poller.poll(remaining * 1000)
+            waiting = waiting or Waiting(say, started)
+            waiting.look(lambda: self._words(stragglers()))
+            poller.poll(min(remaining, FIRST_S) * 1000)
 
     def read_notices(self) -> None:
         """Read what peers have to say; break the watch if one of them failed or died. Any thread."""
@@ -133,6 +138,9 @@ class Watch:
         text = f"rank {self.global_rank}: {what} while rank {self.global_rank} was waiting in {self.doing}."
         remedy = " See that rank's own output for the reason; the group cannot be used any more."
         return self.break_(PeerFailure(text + remedy, ranks))
+
+    def _words(self, ranks: Sequence[int]) -> str:
+        return f"rank {self.global_rank} waits for rank {', '.join(map(str, ranks))}, in {self.doing}"
 
     def _time_out(self, timeout_s: float, ranks: Sequence[int]) -> CommunicationError:
         missing = ", ".join(str(rank) for rank in ranks)

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from phalanx.launch.waiting import Waiting
+from phalanx.comm.failure.waiting import Waiting
 
 
 def test_it_says_so_after_ten_seconds_and_then_rarely(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,10 +16,10 @@ _AFTERWARDS_EVERY_S = 600.0
 class Waiting:
     """One wait. Whoever waits calls `look` now and then; most calls say nothing."""
 
-    def __init__(self, notice: Notice) -> None:
+    def __init__(self, notice: Notice, started: float | None = None) -> None:
+        """`started`: when the wait began, by the monotonic clock; now, if it begins now."""
         self._notice = notice
-        self._started = time.monotonic()
-        self._since = time.strftime("%H:%M:%S")
+        self._started = time.monotonic() if started is None else started
         self._next_s = FIRST_S
         self._later = list(_THEN_S)
 
@@ -34,4 +34,5 @@ class Waiting:
         if seconds < self._next_s:
             return
         self._next_s = self._later.pop(0) if self._later else seconds + _AFTERWARDS_EVERY_S
-        self._notice(f"waiting since {self._since} ({seconds:.0f} s): {words()}")
+        since = time.strftime("%H:%M:%S", time.localtime(time.time() - seconds))
+        self._notice(f"waiting since {since} ({seconds:.0f} s): {words()}")

@@ -1,0 +1,158 @@
+"""Whether all ranks mean the same: settings compared before anything is done by them.
+
+    settings   a name and a value each, in words; equal on all ranks or an error on all ranks
+    launched   how many collectives this rank has started on the group
+    agreed     how many agreements this rank has taken part in
+
+Two ways. Where a transport compares the arguments of every collective (shared memory), an agreement is a collective like
+any other. Elsewhere (gloo, nccl) it goes through the group's store, because such a transport must not be given calls that
+do not fit together: gloo ends the process when a message is longer than what is expected. For the same reason the first
+collective of each kind and size is agreed upon before it starts; later ones of the same kind cost a look into a set.
+
+A rank that changed something alone asks for an agreement to which nobody comes. It is found out by the counts: who has
+launched more than this rank had when it asked, without having agreed as often, has passed by.
+Must not know what settings mean.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from ...errors import CommunicationError, MismatchError
+from .board import FailureBoard
+from .waiter import Patience
+
+Settings = Mapping[str, str]
+# Given what was waited for, and whether the time limit has passed: the error to raise.
+Fail = Callable[[str, bool], CommunicationError]
+
+_MOST_KINDS = 512  # of collectives; a program that uses more does not repeat itself, and is not held up each time
+_FIRST_POLL_S = 0.0002
+_LONGEST_POLL_S = 0.02
+_LOOK_S = 1.0
+
+
+def encode(occasion: str, settings: Settings) -> bytes:
+    """What is compared, in a form that is equal exactly if the settings are."""
+    return json.dumps([occasion, dict(settings)], sort_keys=True).encode()
+
+
+def fingerprint(text: bytes) -> bytes:
+    """32 bytes that stand for the text."""
+    return hashlib.sha256(text).digest()
+
+
+def differences(texts: Sequence[bytes]) -> str:
+    """What differs, and which ranks have what; `texts` as made by `encode`, in the order of ranks."""
+    occasions, settings = zip(*(json.loads(text) for text in texts), strict=True)
+    if len(set(occasions)) > 1:
+        return f"the ranks are not at the same point: {_by_value(occasions)}"
+    names = sorted({name for said in settings for name in said}, key=lambda name: (len(name), name))
+    differing = [name for name in names if len({said.get(name) for said in settings}) > 1]
+    told = [f"{name} is {_by_value([said.get(name, 'missing') for said in settings])}" for name in differing[:5]]
+    more = f" (and {len(differing) - 5} more)" if len(differing) > 5 else ""
+    return f"the ranks differ in {occasions[0]}: {'; '.join(told)}{more}"
+
+
+def _by_value(values: Sequence[str]) -> str:
+    holders: dict[str, list[int]] = {}
+    for rank, value in enumerate(values):
+        holders.setdefault(value, []).append(rank)
+    return ", ".join(f"{value} on rank {', '.join(map(str, ranks))}" for value, ranks in holders.items())
+
+
+def agreeing_on(occasion: str, changed: str) -> str:
+    """Where a rank waits that agrees on something, in words."""
+    return f"agreeing on {occasion}{f' ({changed})' if changed else ''}"
+
+
+def disagreement(rank: int, texts: Sequence[bytes]) -> MismatchError:
+    """The error for settings that differ; the same on every rank but for its beginning."""
+    return MismatchError(f"rank {rank}: {differences(texts)}. Give every rank the same arguments, at the same point.")
+
+
+class StoreAgreement:
+    """The agreements of one group whose transport compares nothing by itself. One per group and process."""
+
+    def __init__(self, board: FailureBoard) -> None:
+        self._of = weakref.ref(board)  # which keeps this alive
+        self._store = board.store_for("agreements")
+        self._kinds: set[tuple[str, int, torch.dtype, int]] = set()
+
+    @property
+    def _board(self) -> FailureBoard:
+        board = self._of()
+        assert board is not None, "a group is used while it lives"
+        return board
+
+    def launches(self, verb: str, tensor: torch.Tensor, root: int, fail: Fail) -> None:
+        """A collective is about to start; the first of its kind is compared with what the others start."""
+        kind = (verb, tensor.numel(), tensor.dtype, root)
+        if kind not in self._kinds and len(self._kinds) < _MOST_KINDS:
+            words = f"{verb} of {tensor.numel()} x {str(tensor.dtype).removeprefix('torch.')}"
+            self.agree("the next collective", {"what to start": words if root < 0 else f"{words} from rank {root}"}, fail)
+            self._kinds.add(kind)
+        # Not before: whoever passes by an agreement is found out by having launched more.
+        self._board.launched += 1
+
+    def agree(self, occasion: str, settings: Settings, fail: Fail, changed: str = "") -> None:
+        """Raise MismatchError on every rank unless all ranks say the same. `fail` explains why nobody comes."""
+        number, self._board.agreed = self._board.agreed, self._board.agreed + 1
+        text, where = encode(occasion, settings), agreeing_on(occasion, changed)
+        said = self._exchange(f"{number}", fingerprint(text).hex().encode(), where, fail)
+        # Everybody has read the last but one: nobody is here who has not been there.
+        if number >= 2:
+            self._store.delete_key(f"{number - 2}/{self._board.rank}")
+        if len(set(said)) > 1:
+            raise disagreement(self._board.rank, self._exchange(f"{number}/text", text, where, fail))
+
+    def _exchange(self, key: str, mine: bytes, where: str, fail: Fail) -> list[bytes]:
+        world, rank = self._board.world, self._board.rank
+        keys = [f"{key}/{other}" for other in range(world)]
+        self._store.set(keys[rank], mine.decode())
+        pause_s, looked, patience = _FIRST_POLL_S, time.monotonic(), None
+        # Asked again and again rather than waited for: nobody could interrupt a wait in the store.
+        while not self._store.check(keys):
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_POLL_S)
+            if time.monotonic() - looked < _LOOK_S:
+                continue
+            looked = time.monotonic()
+            patience = patience or Patience(self._board, where)
+            self._look_around(patience, where, fail)
+        if patience is not None:
+            patience.end()
+        return [bytes(value) for value in self._store.multi_get(keys)]
+
+    def _look_around(self, patience: Patience, where: str, fail: Fail) -> None:
+        silent = patience.seconds > self._board.timeout_s
+        if silent or self._board.is_alarmed():
+            raise fail(where, silent)
+        patience.look()
+        for rank, wait in self._board.waits().items():
+            if wait.launched > self._board.launched and wait.agreed < self._board.agreed:
+                error = MismatchError(
+                    f"rank {self._board.rank}: this rank is at {where}, and rank {rank} has passed by: it waits at "
+                    f"{wait.where}. Change settings on every rank, at the same point."
+                )
+                # The other rank waits for a collective that this one will not join.
+                self._board.post_error(error)
+                raise error
+
+
+# Weak: an agreement goes with its board, and that with its group.
+_agreements: weakref.WeakKeyDictionary[FailureBoard, StoreAgreement] = weakref.WeakKeyDictionary()
+
+
+def agreement_of(board: FailureBoard) -> StoreAgreement:
+    """The agreements of the board's group in this process."""
+    agreement = _agreements.get(board)
+    if agreement is None:
+        agreement = _agreements[board] = StoreAgreement(board)
+    return agreement

@@ -1,0 +1,116 @@
+"""gloo's own threads, brought to rest before the interpreter ends.
+
+c10d runs a gloo collective on a thread of its own, which holds the tensors and calls what waits for the future. When it
+lets go of them it takes Python's lock. In an interpreter that is being taken down, taking the lock ends the thread on the
+spot, in the midst of C++ code that does not allow it: the process aborts, whatever its exit code was to be. It happens when
+collectives are under way at the end (another rank has failed), and rarely after the last one of a healthy run, between
+its result and its end.
+
+c10d has no call that aborts or drains gloo, so this looks at the process from outside, by `/proc`:
+
+    a worker is at rest    it waits for work, in a futex without a time limit; a collective, or Python's lock, has one
+    gloo's connections     what is registered with the epoll in which gloo's loop waits
+
+Where `/proc` does not tell, nothing is done, as before. Must not know of groups.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import platform
+import re
+import socket
+import stat
+import sys
+import time
+from collections.abc import Iterator
+
+from . import last_words
+
+_WORKER, _LOOP = "pt_gloo_runloop", "gloo_tcp_loop"
+# By architecture: the numbers of futex, and of epoll_wait and epoll_pwait.
+_CALLS = {"x86_64": (202, (232, 281)), "aarch64": (98, (22,))}
+_REGISTERED = re.compile(r"^tfd:\s*(\d+)", re.MULTILINE)
+
+_GRACE_S = 0.05  # a collective that is about to end may do so before connections are cut
+_LIMIT_S = 3.0
+
+
+def _threads() -> Iterator[tuple[str, list[int]]]:
+    """The name of each thread of this process, and the system call in which it is, with its arguments; empty if in none."""
+    for task in os.listdir("/proc/self/task"):
+        try:
+            with open(f"/proc/self/task/{task}/comm") as comm, open(f"/proc/self/task/{task}/syscall") as call:
+                name, words = comm.read().strip(), call.read().split()
+        except OSError:
+            continue  # it has just ended, or we may not look
+        yield name, [int(word, 0) for word in words] if words and words[0] != "running" else []
+
+
+def at_rest() -> bool:
+    """Whether no gloo thread of this process holds a collective."""
+    futex, _ = _CALLS.get(platform.machine(), (None, ()))
+    try:
+        workers = [call for name, call in _threads() if name == _WORKER]
+    except OSError:
+        return True
+    return all(len(call) > 4 and call[0] == futex and call[4] == 0 for call in workers)
+
+
+def _connections() -> list[int]:
+    """The descriptors of gloo's connections."""
+    _, waits = _CALLS.get(platform.machine(), (None, ()))
+    found: list[int] = []
+    for name, call in _threads():
+        if name == _LOOP and len(call) > 1 and call[0] in waits:
+            with contextlib.suppress(OSError), open(f"/proc/self/fdinfo/{call[1]}") as info:
+                found += map(int, _REGISTERED.findall(info.read()))
+    return found
+
+
+def cut() -> None:
+    """Shut gloo's connections down, all of this process: what waits for them raises, here and on the other ranks."""
+    for fd in set(_connections()):
+        try:
+            if stat.S_ISSOCK(os.fstat(fd).st_mode):
+                with socket.socket(fileno=os.dup(fd)) as duplicate:
+                    # Reading only, for the reason given in `cuttable`. What has been sent still arrives.
+                    duplicate.shutdown(socket.SHUT_RD)
+        except OSError:
+            continue  # closed by then, or the one that listens
+
+
+def rest(limit_s: float = _LIMIT_S) -> bool:
+    """Return when gloo's threads are at rest; collectives that are still under way are cut off. False if they go on.
+
+    Only for a process that ends, or leaves all its groups.
+    """
+    started = time.monotonic()
+    is_cut = False
+    while not at_rest():
+        seconds = time.monotonic() - started
+        if seconds > limit_s:
+            return False
+        if seconds > _GRACE_S and not is_cut:
+            cut()
+            is_cut = True
+        # Asleep, this thread lets go of Python's lock, which those may be waiting for.
+        time.sleep(0.001 if seconds < 0.1 else 0.01)
+    return True
+
+
+def _rest_at_exit() -> None:
+    if rest():
+        return
+    # Taken down now, the interpreter may abort. Of an exception the exit code is known; of sys.exit() it is not.
+    if last_words.has_ended_by_exception():
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(1)
+
+
+# At import, so that it runs after what the user's program registers, which may still use its groups.
+atexit.register(_rest_at_exit)

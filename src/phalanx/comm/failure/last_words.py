@@ -1,0 +1,98 @@
+"""What the other ranks are told when this process ends by an exception.
+
+Python calls `sys.excepthook` for a script that raises. A child of `multiprocessing` (as of `torch.multiprocessing.spawn`)
+never gets there: it catches the exception, writes it to a file or to stderr, and exits. While it does, it runs
+`multiprocessing`'s own finalizers, with the exception still at hand. Both ways lead to `tell`.
+
+Owns the two hooks and who listens. Must not know how words travel.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import traceback
+import weakref
+from collections.abc import Callable
+from multiprocessing import util as multiprocessing_util
+from types import TracebackType
+from typing import Protocol
+
+from ...errors import CommunicationError
+from .folding import fold, is_users
+
+_BEFORE_OTHER_FINALIZERS = 1000
+
+
+class Audience(Protocol):
+    """A way to other ranks."""
+
+    def hear_last_words(self, words: str) -> None:
+        """This process ends, with `words`. Must neither raise nor wait for long."""
+
+    def stay_for_others(self) -> None:
+        """Everybody has been told; wait, a few seconds at most, if others need this process to hear it."""
+
+
+# Weak: a group that is not used any more is not told.
+_audience: weakref.WeakSet[Audience] = weakref.WeakSet()
+_previous: list[Callable[..., None]] = []
+_installed_in: int | None = None
+_told_in: int | None = None
+
+
+def tell_at_the_end(audience: Audience) -> None:
+    """Tell `audience` if this process ends by an exception that nobody catches."""
+    global _installed_in
+    _audience.add(audience)
+    if sys.excepthook is not _announce:
+        _previous.append(sys.excepthook)
+        sys.excepthook = _announce
+    if _installed_in != os.getpid():
+        _installed_in = os.getpid()
+        if multiprocessing.parent_process() is not None:
+            # Not documented, but used by many: the only code that runs in a child between the exception and the exit.
+            multiprocessing_util.Finalize(None, _announce_in_child, exitpriority=_BEFORE_OTHER_FINALIZERS)
+
+
+def tell(error: BaseException) -> None:
+    """Tell everybody why this process ends. The first call counts: what follows in a process that ends is a consequence."""
+    global _told_in
+    # A forked child (a data loader's worker) has its parent's audience, and must not speak for it.
+    if _installed_in != os.getpid() or _told_in == os.getpid():
+        return
+    _told_in = os.getpid()
+    audience = list(_audience)
+    # What only says that another rank failed is no news, and would make this rank look like the one at fault.
+    if not isinstance(error, CommunicationError):
+        for each in audience:
+            each.hear_last_words(_words(error))
+    for each in audience:
+        each.stay_for_others()
+
+
+def has_ended_by_exception() -> bool:
+    """Whether an exception that nobody caught ends this process."""
+    return _told_in == os.getpid()
+
+
+def _words(error: BaseException) -> str:
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_users(frame.filename)]
+    at = f" (at {os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {error}{at}"
+
+
+def _announce(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
+    """The process is about to end with `error`: tell the other ranks, then do what was done before."""
+    tell(error)
+    (_previous[-1] if _previous else sys.__excepthook__)(kind, fold(error), error.__traceback__)
+
+
+def _announce_in_child() -> None:
+    error = sys.exc_info()[1]
+    # torch's spawn turns the exception into an exit.
+    if isinstance(error, SystemExit):
+        error = error.__context__
+    if error is not None:
+        tell(error)

@@ -1,0 +1,105 @@
+"""What ranks have to agree on in every step beside the plan: carried by a bucket's tail, at no collective's cost.
+
+An optimizer of sharded state gives each rank a part of one update, so its options must be the same everywhere, in every
+step. It tells the reducer that reduces its parameters a few bits made of them; the first bucket's tail carries these, and
+every rank finds out in the backward itself, before any of the step is applied.
+
+    begun by the reducer   `digest` is made from all who tell something, and stays for the pass
+    came back different    `differ`: ranks exchange what the bits stood for, and name it
+    came back equal        whoever told something is told that all ranks have it
+
+Must not know what settings mean.
+"""
+
+from __future__ import annotations
+
+import json
+import weakref
+import zlib
+from typing import Protocol
+
+from ...comm.failure.agreement import differences, encode
+from ...errors import MismatchError
+from ..reducer import Listener, Reducer
+from ..reducer.tail import SETTINGS_BITS
+
+_EXCHANGE_S = 5.0
+
+
+class Teller(Protocol):
+    """Somebody whose settings must be equal on all ranks. `params`: the ids of the parameters that they are for."""
+
+    params: frozenset[int]
+
+    def tell(self) -> int:
+        """A number made of the settings as they are now; other settings, as good as surely another number."""
+
+    def settings(self) -> dict[str, str]:
+        """The settings `tell` was made of last, in words."""
+
+    def all_have(self, told: int) -> None:
+        """All ranks have told the same."""
+
+
+class CarriedSettings(Listener):
+    """The settings that one reducer's tails carry."""
+
+    def __init__(self, reducer: Reducer) -> None:
+        self._reducer = weakref.ref(reducer)
+        # Not weak: memory is freed at other moments on other ranks, and who tells must be the same on all.
+        self._tellers: list[Teller] = []
+        self._told: list[tuple[Teller, int]] = []
+        self.digest = 0
+        self.plan_adopted()
+
+    def add(self, teller: Teller) -> None:
+        """From the next backward on, carry what `teller` tells. Every rank adds the same, in the same order."""
+        # Parameters have one optimizer: the latest.
+        self._tellers = [known for known in self._tellers if not known.params & teller.params]
+        self._tellers.append(teller)
+
+    def plan_adopted(self) -> None:
+        reducer = self._reducer()
+        if reducer is not None:
+            # The first: of a reduction that steps bucket by bucket, none has been stepped when it is back.
+            reducer.buckets[0].tail.carried = self
+
+    def pass_began(self, joined: bool) -> None:
+        if not self._tellers:
+            return
+        self._told = [(teller, teller.tell()) for teller in self._tellers]
+        numbers = [told for _, told in self._told]
+        # One number as it is: most programs have one optimizer.
+        whole = numbers[0] if len(numbers) == 1 else zlib.crc32(repr(numbers).encode())
+        self.digest = (whole ^ whole >> SETTINGS_BITS) & (1 << SETTINGS_BITS) - 1
+
+    def pass_ended(self) -> None:
+        for teller, told in self._told:
+            teller.all_have(told)
+        self._told.clear()
+
+    def pass_failed(self) -> None:
+        self._told.clear()
+
+    def differ(self, step: int) -> MismatchError:
+        """The error for ranks whose digests differ, naming what does. Every rank calls it."""
+        reducer = self._reducer()
+        assert reducer is not None, "a tail is read while its reducer lives"
+        mine: dict[str, str] = {}
+        for teller, _ in self._told:
+            mine |= teller.settings()
+        rank, board = reducer.collectives.rank, reducer.collectives.board
+        text = encode("the settings of the optimizer", mine).decode()
+        said = board.exchange("settings", text, _EXCHANGE_S)
+        where = f"rank {rank}: step {step}"
+        if len(said) < board.world:
+            return MismatchError(f"{where}: the settings of the ranks differ; of this rank: {json.dumps(mine)}.")
+        told = differences([said[each].encode() for each in range(board.world)])
+        return MismatchError(f"{where}: {told}. Nothing was updated. Change settings on every rank alike.")
+
+
+def carry(reducer: Reducer, teller: Teller) -> None:
+    """Have the tails of `reducer` carry what `teller` tells."""
+    for listener in reducer.listeners:
+        if isinstance(listener, CarriedSettings):
+            listener.add(teller)

@@ -1,0 +1,194 @@
+"""The options of an optimizer that all ranks must have in common, and when they are compared.
+
+    made, or given a group      all of it, with class, groups and parameters: by an agreement, before anything is divided
+    in each backward            what may change, as a few bits in the tail of the wrapper that reduces the parameters
+    in `step`                   only if something has changed since it was last known to be equal: by an agreement
+
+So a step costs no collective more where a wrapper is known, or where nothing changes. A rank that changed something alone
+is found out before any rank has applied the step, or by the agreement to which the others do not come.
+Must not know of partitions.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..comm.collectives import Collectives
+from ..ddp.features.settings import carry
+from ..ddp.module import DistributedDataParallel
+from ..ddp.wrappers import known_wrappers, listen
+
+_OCCASION = "the settings of ZeroRedundancyOptimizer"
+_SIMPLE = (bool, int, float, complex, str, type(None))
+
+Values = tuple[Any, ...]
+
+
+class CommonSettings:
+    """What one optimizer's ranks must have in common. Held by wrappers too, so it knows the optimizer weakly only."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, collectives: Collectives) -> None:
+        # Weak: a wrapper tells what an optimizer had when it was dropped, which is the same on all ranks, until another
+        # optimizer takes its parameters. When the memory is freed differs between ranks.
+        self._optimizer = weakref.ref(optimizer)
+        self._collectives = collectives
+        self._name_of: dict[int, str] = {}  # by id of the parameter, once a wrapper knows
+        self._names: tuple[str, ...] = ()  # in the order of the parameters
+        self._clip: tuple[float, float, bool] | None = None
+        self._num_clips = 0
+        self._num_loads = 0
+        self._loaded = "none"
+        self._values: Values = ()
+        self._told: Values = ()
+        self._equal: Values | None = None  # what was last known to be equal on all ranks
+        self.params = frozenset(map(id, _params(optimizer)))
+        for wrapper in known_wrappers()[::-1]:
+            self._consider(wrapper)
+        listen(self._consider)
+
+    # -- when made -----------------------------------------------------------------------------
+
+    def agree_on_all(self, fixed: Mapping[str, str]) -> None:
+        """Compare everything, `fixed` included. Every rank calls it; nothing has been divided yet."""
+        optimizer = self._optimizer()
+        assert optimizer is not None, "called by the optimizer"
+        self.params = frozenset(map(id, _params(optimizer)))
+        self._name_params(optimizer)
+        self._read()
+        groups = {f"size of group {n}": str(len(group["params"])) for n, group in enumerate(optimizer.param_groups)}
+        params = _in_order(optimizer, self._names)
+        self._collectives.agree(_OCCASION, {**fixed, **groups, **params, **self.settings()})
+        self._equal = self._values
+
+    # -- before a step -------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Before a step: raise on every rank if settings differ that have changed since they were last compared."""
+        if self._collectives.world == 1:
+            return
+        self._read()
+        if self._values != self._equal:
+            self._collectives.agree(_OCCASION, self.settings(), self._changed())
+            self._equal = self._values
+
+    def _changed(self) -> str:
+        before, now = self._in_words(self._equal or ()), self.settings()
+        changed = [f"{name} from {before[name]} to {now[name]}" for name in now if before.get(name, now[name]) != now[name]]
+        return f"changed here: {'; '.join(changed[:3])}" if changed else ""
+
+    def clipped(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> None:
+        """Gradients have been clipped, each rank its own or all together."""
+        self._clip = (float(max_norm), float(norm_type), bool(error_if_nonfinite))
+        self._num_clips += 1
+
+    def loaded(self, state_dict: Mapping[str, Any]) -> None:
+        """A whole state has been loaded, which every rank does by itself."""
+        self._num_loads += 1
+        self._loaded = f"{self._num_loads}, the last with checksum {_checksum(state_dict)}"
+
+    # -- in backward (`ddp.features.settings.Teller`) ------------------------------------------
+
+    def tell(self) -> int:
+        """A number made of the settings as they are now."""
+        self._read()
+        self._told = self._values
+        # The number of clips besides: a rank that did not clip has the limits of its last clip, as the others do.
+        return zlib.crc32(repr((self._values, self._num_clips)).encode())
+
+    def all_have(self, told: int) -> None:
+        """All ranks have told the same."""
+        self._equal = self._told
+
+    def settings(self) -> dict[str, str]:
+        """The settings read last, in words."""
+        return {**self._in_words(self._values), "number of clip_grad_norm_ calls": str(self._num_clips)}
+
+    # -- parts ---------------------------------------------------------------------------------
+
+    def _consider(self, wrapper: DistributedDataParallel) -> None:
+        reducer = wrapper.reducer
+        if wrapper.process_group is not self._collectives.group or self._collectives.world == 1:
+            return
+        if not any(id(param) in self.params for param in reducer.params):
+            return
+        self._name_of |= {id(p): spec.name for p, spec in zip(reducer.params, reducer.plan.specs, strict=True)}
+        optimizer = self._optimizer()
+        if optimizer is not None:
+            self._name_params(optimizer)
+        carry(reducer, self)
+
+    def _name_params(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._name_of:
+            self._names = tuple(self._name_of.get(id(param), "?") for param in _params(optimizer))
+
+    def _read(self) -> None:
+        optimizer = self._optimizer()
+        if optimizer is not None:
+            groups = optimizer.param_groups
+            # Only the class's own: what else users put into groups is theirs, and may be a rank's own.
+            keys = tuple(sorted(optimizer.defaults))
+            options = tuple(tuple([_plain(group.get(key)) for key in keys]) for group in groups)
+            self._values = (keys, options, self._clip, self._loaded, self._names)
+
+    def _in_words(self, values: Values) -> dict[str, str]:
+        if not values:
+            return {}
+        keys, options, clip, loaded, names = values
+        words = {
+            f"{key} of group {number}": repr(value)
+            for number, group in enumerate(options)
+            for key, value in zip(keys, group, strict=True)
+        }
+        limits = "none" if clip is None else "max_norm={}, norm_type={}, error_if_nonfinite={}".format(*clip)
+        words["limits of clip_grad_norm_"] = limits
+        words["loaded states"] = loaded
+        return words | {f"parameter {number}": f"'{name}'" for number, name in enumerate(names)}
+
+
+def _params(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def _in_order(optimizer: torch.optim.Optimizer, names: Sequence[str]) -> dict[str, str]:
+    words = {}
+    for number, param in enumerate(_params(optimizer)):
+        name = f"'{names[number]}', " if names else ""
+        words[f"parameter {number} "] = f"{name}shape {list(param.shape)}, {str(param.dtype).removeprefix('torch.')}"
+    return words
+
+
+def _plain(value: Any) -> Any:
+    """The value in a form that ranks can compare; of what has none, the name of its kind."""
+    if isinstance(value, _SIMPLE):
+        return value
+    if isinstance(value, (tuple, list)):
+        return tuple(_plain(part) for part in value)
+    if isinstance(value, torch.Tensor):
+        # On a device, looking would make the host wait in every step.
+        return value.item() if value.numel() == 1 and value.device.type == "cpu" else f"a tensor on {value.device.type}"
+    return type(value).__name__
+
+
+def _checksum(state: Any) -> str:
+    """A few digits by which two states differ, as good as surely. Rounded: hosts of different kinds add up differently."""
+    total = 0.0
+    for number, tensor in enumerate(_tensors(state), start=1):
+        real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        total += number * float(real.detach().sum(dtype=torch.float64))
+    return f"{total:.6g}" if math.isfinite(total) else "not finite"
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    if isinstance(tree, torch.Tensor):
+        return [tree] if not tree.is_sparse else []
+    if isinstance(tree, Mapping):
+        return [tensor for key in sorted(tree, key=str) for tensor in _tensors(tree[key])]
+    if isinstance(tree, (list, tuple)):
+        return [tensor for part in tree for tensor in _tensors(part)]
+    return []
