@@ -227,6 +227,16 @@ def added_group(world: Odd) -> None:
     optimizer.add_param_group({"params": list(wrapped.parameters())[4:], "lr": world.pick(0.1, 0.2)})
 
 
+# Changed by one rank alone between backward and step: the others learn of it while they gather, and step() raises.
+AFTER_BACKWARD = {
+    "lr changed before step",
+    "state loaded before step",
+    "lr changed, no wrapper",
+    "state loaded, no wrapper",
+    "limit of the norm",
+    "kind of norm",
+}
+
 ROWS: dict[str, tuple[Row, str]] = {
     "views": (argument("gradient_as_bucket_view", False, True), "gradient_as_bucket_view"),
     "unused": (argument("find_unused_parameters", False, True), "find_unused_parameters"),
@@ -242,7 +252,7 @@ ROWS: dict[str, tuple[Row, str]] = {
     "ignored": (ignored, "ignored parameters"),
     "only some wrap": (only_some_wrap, "DistributedDataParallel"),
     "fp16 and bf16": (hook(plain(hooks.fp16_compress_hook), plain(hooks.bf16_compress_hook)), "bf16_compress_hook"),
-    "fp16 and none": (hook(plain(hooks.fp16_compress_hook), no_hook), "fp16_compress_hook"),
+    "fp16 and none": (hook(plain(hooks.fp16_compress_hook), no_hook), "fp16_compress_hook on rank 0, 2, missing on rank 1"),
     "none and bf16": (hook(no_hook, plain(hooks.bf16_compress_hook)), "bf16_compress_hook"),
     "plain and fp16": (hook(plain(hooks.allreduce_hook), plain(hooks.fp16_compress_hook)), "allreduce_hook"),
     "rank of PowerSGD": (hook(powersgd(1), powersgd(2)), "matrix_approximation_rank"),

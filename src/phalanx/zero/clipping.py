@@ -11,7 +11,7 @@ from functools import reduce
 import torch
 
 from ..comm.collectives import Collectives
-from ..errors import ReductionError
+from ..errors import MismatchError, ReductionError
 
 
 def clip_gradients(
@@ -39,7 +39,8 @@ def clip_shards(
     shards = [part for part in shards if part.numel()]
     norms = [_norm(part, norm_type).to(grads[0].device) for part in shards]
     own = torch.stack(norms) if norms else torch.zeros(1, dtype=torch.float64, device=grads[0].device)
-    total = _norm_of_norms(torch.linalg.vector_norm(own, norm_type), norm_type, collectives)
+    limits = (float(max_norm), float(norm_type), float(error_if_nonfinite))
+    total = _norm_of_norms(torch.linalg.vector_norm(own, norm_type), limits, collectives)
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         raise ReductionError(
             f"The total norm of order {norm_type} for gradients is non-finite, so it cannot be clipped. To disable this "
@@ -60,10 +61,21 @@ def _norm(part: torch.Tensor, norm_type: float) -> torch.Tensor:
     return norm
 
 
-def _norm_of_norms(own: torch.Tensor, norm_type: float, collectives: Collectives) -> torch.Tensor:
-    """The norm over all ranks, from the norm of what each of them has."""
+def _norm_of_norms(own: torch.Tensor, limits: tuple[float, float, float], collectives: Collectives) -> torch.Tensor:
+    """The norm over all ranks, from the norm of what each of them has; all must clip by the same `limits`."""
     # Gathered, not added up: each rank then adds the same numbers in the same order, so that all clip alike.
-    everyone = torch.zeros(collectives.world, dtype=own.dtype, device=own.device)
-    collectives.wait(collectives.all_gather(everyone, own.reshape(1)), "adding up the norm of gradients")
-    norm: torch.Tensor = torch.linalg.vector_norm(everyone, norm_type)
-    return norm
+    # With the limits beside it, which are compared at no collective's cost.
+    mine = torch.tensor([0.0, *limits], dtype=torch.float64, device=own.device)
+    mine[0] = own
+    everyone = torch.zeros(collectives.world * len(mine), dtype=torch.float64, device=own.device)
+    collectives.wait(collectives.all_gather(everyone, mine), "adding up the norm of gradients")
+    rows = everyone.view(collectives.world, -1)
+    # On a device the host would have to wait for the answer; there the next backward tells (`zero.settings`).
+    if own.device.type == "cpu" and bool((rows[:, 1:] != rows[0, 1:]).any()):
+        said = [f"rank {rank}: max_norm={row[1]:g}, norm_type={row[2]:g}" for rank, row in enumerate(rows.tolist())]
+        raise MismatchError(
+            f"rank {collectives.rank}: the ranks differ in the limits of clip_grad_norm_ ({'; '.join(said)}). No gradient "
+            "was changed. Give every rank the same arguments."
+        )
+    norm: torch.Tensor = torch.linalg.vector_norm(rows[:, 0], limits[1])
+    return norm.to(own.dtype)

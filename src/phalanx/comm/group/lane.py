@@ -18,7 +18,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from ...errors import CollectiveTimeout, CommunicationError
+from ...errors import CollectiveTimeout, CommunicationError, MismatchError, PhalanxError
 from ..failure.last_words import tell_at_the_end
 from ..shm.ops.call import UNSET, Call
 from ..shm.ops.operations import Operations
@@ -50,7 +50,7 @@ class LaneWork(dist.Work):
             if not self._done.is_set() and not self._done.wait(limit if limit > 0 else None):
                 raise CollectiveTimeout(f"{self._verb.name.lower()} was not finished within {limit:g} s.")
         if self._error is not None:
-            raise self._error
+            raise _again(self._error)
         return True
 
     def is_completed(self) -> bool:
@@ -92,7 +92,8 @@ class LaneWork(dist.Work):
                 raise refusal
             self._lane.run(calls)
         except BaseException as error:
-            self._error = error
+            # See `_again`: run by who waits, its frames are those of the waiting.
+            self._error = error.with_traceback(None) if isinstance(error, PhalanxError) else error
         # Together with `get_future`: a future made in between is resolved there or here, never by neither.
         with self._lock:
             self._done.set()
@@ -107,6 +108,14 @@ class LaneWork(dist.Work):
             _fail(future, self._error)
         else:
             _fail(future, CommunicationError(f"{self._verb.name.lower()}: {self._error!r}"))
+
+
+def _again(error: BaseException) -> BaseException:
+    """A copy to raise. What is raised refers to the frames it went through, and these to the work: the future, which the
+    garbage collector cannot look into, would keep all of it for good."""
+    if isinstance(error, CommunicationError):
+        return type(error)(str(error), error.ranks)
+    return MismatchError(str(error)) if isinstance(error, MismatchError) else error
 
 
 def _fail(future: torch.futures.Future[list[torch.Tensor]], error: Exception) -> None:

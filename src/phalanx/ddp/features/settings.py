@@ -4,7 +4,8 @@ An optimizer of sharded state gives each rank a part of one update, so its optio
 step. It tells the reducer that reduces its parameters a few bits made of them; the first bucket's tail carries these, and
 every rank finds out in the backward itself, before any of the step is applied.
 
-    begun by the reducer   `digest` is made from all who tell something, and stays for the pass
+    a pass begins          ranks agree on how gradients are reduced, if that has changed on this rank;
+                           `digest` is made from all who tell something, and stays for the pass
     came back different    `differ`: ranks exchange what the bits stood for, and name it
     came back equal        whoever told something is told that all ranks have it
 
@@ -65,6 +66,9 @@ class CarriedSettings(Listener):
             reducer.buckets[0].tail.carried = self
 
     def pass_began(self, joined: bool) -> None:
+        reducer = self._reducer()
+        assert reducer is not None, "a pass is one of a reducer that lives"
+        reducer.strategy.agree()
         if not self._tellers:
             return
         self._told = [(teller, teller.tell()) for teller in self._tellers]

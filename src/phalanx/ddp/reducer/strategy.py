@@ -48,6 +48,13 @@ class Strategy(abc.ABC):
         """What must be the same on all ranks, or their collectives would not fit together."""
         return {"reduction": type(self).__name__}
 
+    def agree(self) -> None:
+        """Before the first backward after a change, since each rank registers hooks by itself. Every rank calls it."""
+        if self._agreed_with is not self.collectives:
+            words = self.in_words()
+            self.collectives.agree("the reduction of gradients", words, f"now: {', '.join(words.values())}")
+            self._agreed_with = self.collectives
+
     @property
     @abc.abstractmethod
     def pack_scale(self) -> float:
@@ -70,10 +77,6 @@ class Strategy(abc.ABC):
 
     def start(self, bucket: Bucket) -> None:
         """Launch a packed bucket; a tail that cannot ride along follows it."""
-        if self._agreed_with is not self.collectives:
-            # With the first bucket after a change: hooks are registered by each rank alone.
-            self.collectives.agree("the reduction of gradients", self.in_words(), "since the last backward")
-            self._agreed_with = self.collectives
         if isinstance(bucket, SparseBucket):
             self._launch_sparse(bucket)
         else:
