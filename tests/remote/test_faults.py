@@ -9,6 +9,7 @@ import time
 from typing import Any
 
 import psutil
+import pytest
 import torch
 import torch.distributed.autograd as dist_autograd
 import torch.distributed.rpc as rpc
@@ -193,3 +194,27 @@ def test_an_optimizer_made_too_late_is_not_kept() -> None:
     text, owned = run_rpc(3, give_up_making)
     assert "1 of 2 workers failed" in text and "worker1: no answer within" in text
     assert owned == [0, 0]
+
+
+def serve_or_die(rank: int, world: int, victim: int, how: str) -> Any:
+    """Everybody leaves its session as a user's program does; the victim does not get that far."""
+    with remote.init(f"worker{rank}"):
+        if rank == 0:
+            # Everybody is there: nobody dies while others still start.
+            [rpc.rpc_sync(f"worker{other}", pid_here) for other in range(1, world)]
+        if rank == victim:
+            time.sleep(0.5)
+            if how == "raised":
+                raise ArithmeticError("the trainer's own")
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize(("victim", "how"), [(0, "killed"), (1, "killed"), (2, "raised"), (0, "raised")])
+def test_workers_end_by_themselves_when_one_of_them_is_no_more(victim: int, how: str) -> None:
+    outcomes = spawn_ranks(3, serve_or_die, victim, how, backend=None, timeout_s=40)
+    for outcome in outcomes:
+        assert not outcome.timed_out, outcome
+        if outcome.rank != victim:
+            assert outcome.exitcode == 1 and f"worker{victim}" in str(outcome.error_text), outcome
+            assert how == "killed" or "the trainer's own" in str(outcome.error_text), outcome
+            assert outcome.seconds < 20, outcome

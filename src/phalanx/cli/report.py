@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from phalanx.cli.console import say
-from phalanx.errors import ConfigError
+from phalanx.errors import ConfigError, StateError
 from phalanx.observe import perfetto, report, tensorboard
 from phalanx.observe.run import load
 
@@ -35,6 +35,11 @@ def command(
             click.echo(tensorboard_dir)
     except OSError as error:
         raise ConfigError(f"cannot write {error.filename or page}: {error.strerror}") from None
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        # Each line has the form of an event, but what it says cannot have happened. Only a run that somebody edited does.
+        raise StateError(
+            f"{run_dir} is malformed: its traces do not fit together ({type(error).__name__}: {error}). Trace the run again."
+        ) from error
     if perfetto_file:
         say("open the trace at https://ui.perfetto.dev or chrome://tracing")
     if opening:

@@ -5,6 +5,7 @@ Every refusal here happens before any communication, so it is the same on every 
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -55,12 +56,23 @@ def choose_caps(
 
     Torch's first bucket is small, so that communication starts early; a small model gains nothing by a bucket more.
     """
+    if bucket_cap_mb_list is not None and not isinstance(bucket_cap_mb_list, Sequence):
+        raise ArgumentTypeError(f"bucket_cap_mb_list is a list of numbers, one per bucket, got {bucket_cap_mb_list!r}.")
     if bucket_cap_mb_list:
-        return BucketCaps(tuple(int(cap * MIB) for cap in bucket_cap_mb_list))
+        return BucketCaps(tuple(_cap_bytes("bucket_cap_mb_list", cap) for cap in bucket_cap_mb_list))
     if bucket_cap_mb is None:
         even = max(-(-total_bytes // num_buckets), DEFAULT_FIRST_CAP_BYTES)
         return BucketCaps((even,) if even < DEFAULT_CAP_BYTES else (DEFAULT_FIRST_CAP_BYTES, DEFAULT_CAP_BYTES))
-    return BucketCaps((int(bucket_cap_mb * MIB),))
+    return BucketCaps((_cap_bytes("bucket_cap_mb", bucket_cap_mb),))
+
+
+def _cap_bytes(name: str, cap: Any) -> int:
+    if isinstance(cap, bool) or not isinstance(cap, (int, float)):
+        raise ArgumentTypeError(f"{name} takes numbers of MiB, got {cap!r}. Give for example 25, or leave it out.")
+    # Infinity has no size in bytes, and none is needed: a cap larger than the model puts everything into one bucket.
+    if not 0 <= cap < math.inf:
+        raise ConfigError(f"{name} must be finite and not negative, got {cap!r}. Give for example 25, or leave it out.")
+    return int(cap * MIB)
 
 
 def choose_buffer_sync(broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> tuple[bool, bool]:
@@ -114,6 +126,8 @@ def choose_devices(
     device_ids: Sequence[Any] | None, output_device: Any, params: Sequence[torch.nn.Parameter]
 ) -> tuple[list[int] | None, int | None]:
     """(device_ids, output_device) as indices, or (None, None) where inputs are left where they are."""
+    if device_ids is not None and (isinstance(device_ids, str) or not isinstance(device_ids, Sequence)):
+        raise ArgumentTypeError(f"device_ids is None or a list with one device, got {device_ids!r}.")
     if device_ids is not None and len(device_ids) > 1:
         raise ConfigError(
             f"device_ids can only be None or contain a single element, got {list(device_ids)}. "
@@ -148,7 +162,34 @@ def check_delayed(names_and_params: Any, trigger: Any) -> list[tuple[str, torch.
             "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time. "
             "Give both, or neither."
         )
-    return [] if names_and_params is None else list(names_and_params)
+    if names_and_params is None:
+        return []
+    try:
+        pairs = [(name, param) for name, param in names_and_params]
+    except (TypeError, ValueError):
+        pairs = [("", None)]
+    if not all(isinstance(name, str) and isinstance(param, torch.Tensor) for name, param in pairs):
+        raise ArgumentTypeError(
+            "delay_all_reduce_named_params is a list of (name, parameter) pairs, got "
+            f"{names_and_params!r:.80}. Take them from module.named_parameters()."
+        )
+    return pairs
+
+
+def check_precision(mixed_precision: Any) -> None:
+    """Refuse what does not say three precisions; torch's own class for it is taken as well as ours."""
+    if mixed_precision is None:
+        return
+    names = ("param_dtype", "reduce_dtype", "buffer_dtype")
+    if not all(hasattr(mixed_precision, name) for name in names):
+        raise ArgumentTypeError(
+            f"mixed_precision is None or a phalanx.MixedPrecision, got {mixed_precision!r}. Give for example "
+            "phalanx.MixedPrecision(param_dtype=torch.bfloat16)."
+        )
+    for name in names:
+        dtype = getattr(mixed_precision, name)
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise ArgumentTypeError(f"mixed_precision.{name} is None or a floating dtype of torch, got {dtype!r}.")
 
 
 def sparse_names(module: torch.nn.Module) -> set[str]:

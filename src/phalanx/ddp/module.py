@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..comm.hooks import adopt_hook, check_hook
+from ..comm.hooks import adopt_hook, check_hook, check_state
 from ..comm.memory.heap import keep_freed_memory
 from ..comm.replicate import replicate
 from ..comm.torch_backend import collectives_for
@@ -103,6 +103,7 @@ class DistributedDataParallel(TorchNames, torch.nn.Module, Joinable):
         Joinable.__init__(self)
         arguments.check_module(module)
         keep_freed_memory(os.environ)
+        arguments.check_precision(mixed_precision)
         delayed = arguments.check_delayed(delay_all_reduce_named_params, param_to_hook_all_reduce)
         self.process_group = arguments.choose_group(process_group, device_mesh)
         arguments.adapt_to_mesh(module, device_mesh)
@@ -347,6 +348,7 @@ class DistributedDataParallel(TorchNames, torch.nn.Module, Joinable):
         """Let `hook(state, bucket)` reduce each bucket; once per wrapper, before training."""
         try:
             check_hook(hook, self.device)
+            check_state(hook, state)
         except PhalanxError as error:
             self._log_and_throw(type(error), str(error))
         if self._hook is not None:

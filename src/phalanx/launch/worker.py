@@ -17,9 +17,11 @@ import torch.distributed as dist
 
 from phalanx.comm.failure import gloo_threads
 from phalanx.comm.memory.heap import keep_freed_memory
-from phalanx.errors import ConfigError, MismatchError
+from phalanx.errors import ArgumentTypeError, ConfigError, MismatchError
 from phalanx.launch.environment import Environment, detect
 from phalanx.observe import trace
+
+_LONGEST_S = 1e9  # thirty years; c10d counts milliseconds in 64 bits, and cannot count infinity
 
 TRACE_DIRECTORY = "PHALANX_TRACE_DIR"
 """Environment variable: where `init` traces to. `phalanx run --trace` sets it."""
@@ -84,6 +86,7 @@ def init(
     global _worker
     if _worker is not None and dist.is_initialized() and _worker.is_of(dist.group.WORLD):
         return _same_again(_worker, backend, device)
+    _check_arguments(backend, threads, timeout_s)
     environment = detect(os.environ, os.getppid())
     place = _choose_device(environment, device)
     chosen = backend or _choose_backend(environment, place)
@@ -155,12 +158,25 @@ def _same_again(worker: Worker, backend: str | None, device: str | torch.device 
     return worker
 
 
+def _check_arguments(backend: object, threads: object, timeout_s: object) -> None:
+    if backend is not None and not isinstance(backend, str):
+        raise ArgumentTypeError(f"backend is the name of one, such as 'gloo', or None to have it chosen, got {backend!r}.")
+    if threads is not None and (isinstance(threads, bool) or not isinstance(threads, int)):
+        raise ArgumentTypeError(f"threads is a number of compute threads, or None, got {threads!r}.")
+    if timeout_s is None:
+        return
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)):
+        raise ArgumentTypeError(f"timeout_s is a number of seconds, or None, got {timeout_s!r}.")
+    if not 0 < timeout_s < _LONGEST_S:
+        raise ConfigError(f"timeout_s must be above 0 and below {_LONGEST_S:g} seconds, got {timeout_s!r}.")
+
+
 def _choose_device(environment: Environment, device: str | torch.device | None) -> torch.device:
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         place = torch.device(device)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
         raise ConfigError(f"rank {environment.rank}: no device {device!r}: {error}") from None
     if place.type != "cuda":
         return place

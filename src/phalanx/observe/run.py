@@ -105,7 +105,12 @@ def load(path: str | Path) -> Run:
             f"{root} holds no run: neither run.json nor trace files. Name a directory that `phalanx run --trace` wrote."
         )
     raw = [_read(file) for file in files]
-    return Run(root, facts, [_place(events, zero) for events, zero in zip(raw, _zeros(raw), strict=True)])
+    for one in raw:
+        _check(one)
+    try:
+        return Run(root, facts, [_place(events, zero) for events, zero in zip(raw, _zeros(raw), strict=True)])
+    except TypeError as error:
+        raise StateError(f"{root} is malformed: an event holds a moment that is none ({error}).") from error
 
 
 @dataclass
@@ -135,6 +140,29 @@ def _read(path: Path) -> _RawTrace:
                 # Only a write that was cut off leaves this, and nothing follows it.
                 break
     return _RawTrace(path, header, events)
+
+
+# What each kind of event holds after its kind; `observe.trace` writes them.
+_SHAPES: dict[str, tuple[Any, ...]] = {
+    "span": (str, int, int, object, dict),
+    "instant": (str, int, object, dict),
+    "scalar": (str, int, (int, type(None)), (int, float)),
+    "fact": (str, int, object),
+}
+_HEADER = {"rank": int, "boot": object, "wall_ns": int, "perf_ns": int}
+
+
+def _check(raw: _RawTrace) -> None:
+    """Refuse a trace that was edited, cut or made up, in words, before anything is made of it."""
+    for name, kind in _HEADER.items():
+        if not isinstance(raw.header.get(name), kind) or (kind is object and name not in raw.header):
+            raise StateError(f"{raw.path} is malformed: its header has no {name!r}. Trace the run again.")
+    for number, event in enumerate(raw.events, start=2):
+        kind = event[0] if isinstance(event, list) and event else None
+        shape = _SHAPES.get(kind) if isinstance(kind, str) else None
+        if shape is None or len(event) != len(shape) + 1 or not all(map(isinstance, event[1:], shape)):
+            what = f"an event of unknown kind {kind!r}" if isinstance(kind, str) and shape is None else "no event"
+            raise StateError(f"{raw.path} is malformed: line {number} holds {what} ({json.dumps(event)[:60]}).")
 
 
 def _zeros(raw: list[_RawTrace]) -> list[int]:
@@ -170,7 +198,7 @@ def _place(raw: _RawTrace, zero: int) -> RankTrace:
         elif kind == "fact":
             rank.facts[name] = event[3]
         else:
-            raise StateError(f"{raw.path} holds an event of unknown kind {kind!r}")
+            raise AssertionError(f"{kind!r} has been refused by _check")
     rank.spans.sort(key=lambda span: (span.start, -span.end))
     rank.instants.sort(key=lambda instant: instant.at)
     return rank

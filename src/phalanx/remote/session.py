@@ -32,8 +32,11 @@ from phalanx.remote.interfaces import (
     network_identity,
     resolve,
 )
+from phalanx.remote.lifeline import Lifeline, identity
 
 _SCHEME = "phalanx-remote"
+SHUTDOWN_S = 60.0
+"""How long the last step of a graceful end may take: all workers are in it at the same time."""
 # TensorPipe's shared-memory transport polls without sleeping: an idle worker keeps a core busy that the
 # training next to it needs. It also opens an abstract unix socket, which no choice of interface confines.
 _TRANSPORTS = ["uv"]
@@ -52,17 +55,28 @@ class Session:
         self._running = True
         # Rank 0's end of the meeting, so that it can be closed: torch keeps the store that uses it for good.
         self._listener: socket.socket | None = None
+        self._lifeline: Lifeline | None = None
 
-    def shutdown(self, graceful: bool = True, timeout_s: float = 0.0) -> None:
-        """Stop RPC on this worker. Graceful waits for every worker to do the same; use
-        `graceful=False` when one of them has died. `timeout_s` of 0 waits without limit."""
+    def shutdown(self, graceful: bool = True, timeout_s: float = SHUTDOWN_S) -> None:
+        """Stop RPC on this worker. Graceful serves on until every worker that lives has done the same.
+
+        Raises RemoteError, RPC being stopped all the same, if one has died or left by an exception meanwhile. `timeout_s`
+        bounds the last step, in which all workers take part at the same time; 0 waits without limit.
+        """
         if not self._running:
             return
         self._running = False
+        wrong = self._lifeline.wait_for_others() if graceful and self._lifeline is not None else {}
         try:
-            rpc.shutdown(graceful=graceful, timeout=timeout_s)
+            # What waits for a worker that is no more would wait for ever.
+            rpc.shutdown(graceful=graceful and not wrong, timeout=timeout_s)
         finally:
+            if self._lifeline is not None:
+                self._lifeline.close(badly=bool(wrong) or not graceful)
             self._stop_listening()
+        if wrong:
+            told = "; ".join(f"{worker} {how}" for worker, how in sorted(wrong.items()))
+            raise RemoteError(f"{self.name}: {told}. RPC has been stopped here; look at the output of that worker.")
 
     def _stop_listening(self) -> None:
         if self._listener is not None:
@@ -74,6 +88,8 @@ class Session:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is not None and self._lifeline is not None:
+            self._lifeline.fail(f"{type(error).__name__}: {error}")
         self.shutdown(graceful=error is None)
 
 
@@ -116,9 +132,10 @@ def init(
         try:
             if store is None:
                 store = _make_store(session, rank, world_size, options.rpc_timeout)
-            _introduce(store, name, rank, world_size, trusted_network)
+            everyone = _introduce(store, name, rank, world_size, trusted_network)
             with _environment(TP_SOCKET_IFNAME=own.name, GLOO_SOCKET_IFNAME=own.name):
                 _start(session, store, rank, world_size, options)
+            session._lifeline = Lifeline(store, rank, everyone)
         except BaseException:
             session._stop_listening()
             raise
@@ -189,11 +206,13 @@ def _make_store(session: Session, rank: int, world_size: int, timeout_s: float) 
     )
 
 
-def _introduce(store: dist.Store, name: str, rank: int, world_size: int, trusted_network: bool) -> None:
+def _introduce(
+    store: dist.Store, name: str, rank: int, world_size: int, trusted_network: bool
+) -> list[dict[str, Any]]:
     """Let every rank know every other before RPC starts; raise on all ranks what they do not agree on."""
     # Stores may be used for several sessions in turn, and all ranks take part in each.
     turn = store.add(f"{_SCHEME}/turn/{rank}", 1)
-    mine = {"name": name, "network": network_identity(), "trusted": trusted_network}
+    mine = {"name": name, "network": network_identity(), "trusted": trusted_network, **identity()}
     store.set(f"{_SCHEME}/{turn}/{rank}", json.dumps(mine))
     everyone = [json.loads(store.get(f"{_SCHEME}/{turn}/{other}")) for other in range(world_size)]
     store.set(f"{_SCHEME}/{turn}/{rank}/read", "")
@@ -202,6 +221,7 @@ def _introduce(store: dist.Store, name: str, rank: int, world_size: int, trusted
         # Rank 0 takes the store with it, and the others still have to read why.
         store.wait([f"{_SCHEME}/{turn}/{other}/read" for other in range(world_size)])
         raise disagreement
+    return everyone
 
 
 def _disagreement(everyone: list[dict[str, Any]]) -> ConfigError | None:

@@ -11,7 +11,19 @@ from functools import reduce
 import torch
 
 from ..comm.collectives import Collectives
-from ..errors import MismatchError, ReductionError
+from ..errors import ArgumentTypeError, ConfigError, MismatchError, ReductionError
+
+
+def check_limits(max_norm: object, norm_type: object) -> None:
+    """Refuse limits by which no gradient can be clipped."""
+    for name, value in (("max_norm", max_norm), ("norm_type", norm_type)):
+        if isinstance(value, bool) or not isinstance(value, (int, float, torch.Tensor)):
+            raise ArgumentTypeError(f"{name} of clip_grad_norm_ is a number, got {value!r}.")
+        if not float(value) >= 0 or (name == "norm_type" and not float(value) > 0):
+            raise ConfigError(
+                f"{name} of clip_grad_norm_ is {value!r}: every gradient would become NaN or change its sign. Give a number "
+                "above 0; float('inf') leaves gradients as they are, or means the largest element."
+            )
 
 
 def clip_gradients(

@@ -17,9 +17,9 @@ from ..comm.torch_backend import collectives_for
 from ..ddp.arguments import choose_group
 from ..ddp.module import DistributedDataParallel
 from ..ddp.wrappers import known_wrappers
-from ..errors import ConfigError, PhalanxError, ReductionError, StateError
+from ..errors import ArgumentTypeError, ConfigError, PhalanxError, ReductionError, StateError
 from . import step_hooks
-from .clipping import clip_gradients, clip_shards
+from .clipping import check_limits, clip_gradients, clip_shards
 from .join import JoinedStep
 from .memory import MemoryReport, report_memory
 from .overlap.overlap import Overlap
@@ -131,6 +131,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
 
         Returns what the closure returned, if there is one. Keywords go to the optimizer's own `step`.
         """
+        if closure is not None and not callable(closure):
+            raise ArgumentTypeError(f"step() takes a function that computes the loss again, or nothing, got {closure!r}.")
         # First of all: it is a collective, which tells ranks that have joined to follow this step.
         Join.notify_join_context(self)
         if self._overlap is not None and self._overlap.in_backward:
@@ -195,6 +197,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, at any time; every rank calls it. State that exists is partitioned anew with the rest."""
+        if not isinstance(param_group, dict):
+            raise ArgumentTypeError(f"a parameter group is a dict with 'params' and options, got {param_group!r:.80}.")
         super().add_param_group(param_group)
         if self.initialized:
             try:
@@ -214,6 +218,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
 
         Exact however gradients are sharded. Every rank calls it and gets the same number.
         """
+        check_limits(max_norm, norm_type)
         overlap = self._overlap
         if overlap is not None and overlap.in_backward:
             raise ReductionError(
@@ -236,7 +241,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
 
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Collect the whole state in the memory of rank `to`, part by part; every rank calls it."""
-        if not 0 <= to < self.world_size:
+        if isinstance(to, bool) or not isinstance(to, int) or not 0 <= to < self.world_size:
             raise ConfigError(f"to must be a rank of the group, 0 to {self.world_size - 1}, got {to!r}.")
         self._consolidated = self._sharded.collect(to)
 

@@ -13,6 +13,7 @@ from .int8 import Int8State, int8_hook
 from .powersgd import PowerSGDState, powerSGD_hook
 from .state import HookState
 from .topk import TopKState, topk_hook
+from .wanted import check_state
 
 __all__ = [
     "Hook",
@@ -25,6 +26,7 @@ __all__ = [
     "bf16_compress_hook",
     "bf16_compress_wrapper",
     "check_hook",
+    "check_state",
     "fp16_compress_hook",
     "fp16_compress_wrapper",
     "hook_future",

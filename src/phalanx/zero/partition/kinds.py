@@ -65,6 +65,7 @@ def elementwise(optimizer_class: OptimizerClass) -> OptimizerClass:
     A decorator. State must then be tensors of the parameter's shape, tensors without dimensions, or plain
     values; the class may be stepped bucket by bucket. Classes derived from it declare themselves.
     """
+    check_class(optimizer_class)
     # The value is the class itself: a derived class inherits the attribute, and is not declared by it.
     setattr(optimizer_class, _DECLARATION, optimizer_class)
     return optimizer_class

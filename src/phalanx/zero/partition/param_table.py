@@ -5,7 +5,7 @@ Must not know which rank owns what.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,7 +45,29 @@ def check_params(params: Any) -> list[Any]:
             raise ConfigError(
                 f"a parameter group must have a 'params' key with its parameters, got the keys {sorted(item)}."
             )
+    # Read once: a group may hold a generator.
+    listed = [{**item, "params": _read(item["params"])} if isinstance(item, Mapping) else item for item in listed]
+    _refuse_duplicates(listed)
     return listed
+
+
+def _read(params: Any) -> Any:
+    return list(params) if isinstance(params, Iterator) else params
+
+
+def _refuse_duplicates(listed: list[Any]) -> None:
+    seen: dict[int, str] = {}
+    for number, item in enumerate(listed):
+        params = item["params"] if isinstance(item, Mapping) else [item]
+        for place, param in enumerate([params] if isinstance(params, torch.Tensor) else params):
+            tensor = param[1] if isinstance(param, tuple) and len(param) == 2 else param
+            where = f"parameter {place} of group {number}" if isinstance(item, Mapping) else f"parameter {number}"
+            if id(tensor) in seen:
+                raise ConfigError(
+                    f"some parameters appear in more than one parameter group, or twice in one: {where} is "
+                    f"{seen[id(tensor)]} again. Nobody could say by which options it is to be stepped. Give each once."
+                )
+            seen[id(tensor)] = where
 
 
 def _form(item: Any) -> type | None:

@@ -1,0 +1,1 @@
+"""Public calls with arguments that cannot be right."""

@@ -1,0 +1,169 @@
+"""The table: public calls × wrong arguments. Each is one mistake, on every rank alike, and must be one error of ours."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+import phalanx
+from phalanx.comm import hooks
+from phalanx.zero import elementwise
+
+NAN, INF = float("nan"), float("inf")
+
+
+def _net() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+
+
+def wrap(**options: Any) -> Callable[[], Any]:
+    return lambda: phalanx.DistributedDataParallel(**{"module": _net(), **options})
+
+
+def registered(state: Any, hook: Any) -> Callable[[], Any]:
+    return lambda: phalanx.DistributedDataParallel(_net()).register_comm_hook(state, hook)
+
+
+def wrapped(use: Callable[[Any], Any]) -> Callable[[], Any]:
+    return lambda: use(phalanx.DistributedDataParallel(_net()))
+
+
+def entered(use: Callable[[Any], Any]) -> Callable[[], Any]:
+    def call() -> None:
+        with use(phalanx.DistributedDataParallel(_net())):
+            pass
+
+    return call
+
+
+def zero(params: Any = None, optimizer_class: Any = torch.optim.Adam, **options: Any) -> Callable[[], Any]:
+    def call() -> Any:
+        given = list(_net().parameters()) if params is None else params
+        return phalanx.ZeroRedundancyOptimizer(given() if callable(given) else given, optimizer_class, **options)
+
+    return call
+
+
+def optimizer(use: Callable[[Any], Any], **options: Any) -> Callable[[], Any]:
+    return lambda: use(phalanx.ZeroRedundancyOptimizer(_net().parameters(), torch.optim.Adam, **options))
+
+
+def twice() -> list[Any]:
+    weight = nn.Parameter(torch.ones(2))
+    return [weight, weight]
+
+
+def in_two_groups() -> list[Any]:
+    weight = nn.Parameter(torch.ones(2))
+    return [{"params": [weight]}, {"params": iter([weight])}]
+
+
+def init(**options: Any) -> Callable[[], Any]:
+    return lambda: phalanx.init(**options)
+
+
+# Where a number is asked for: what is none, what is none by itself, and what is out of range.
+NO_NUMBERS: dict[str, Any] = {"text": "x", "nothing": [], "truth": True}
+
+CALLS: dict[str, tuple[Callable[[], Any], str]] = {
+    "wrap a number": (wrap(module=3), "wraps a torch.nn.Module"),
+    "wrap parameters": (wrap(module=list(_net().parameters())), "Pass the model itself"),
+    "wrap what is frozen": (wrap(module=_net().requires_grad_(False)), "any parameter that requires a gradient"),
+    **{f"cap: {what}": (wrap(bucket_cap_mb=value), "bucket_cap_mb takes numbers") for what, value in NO_NUMBERS.items()},
+    "cap: nan": (wrap(bucket_cap_mb=NAN), "bucket_cap_mb must be finite"),
+    "cap: infinite": (wrap(bucket_cap_mb=INF), "bucket_cap_mb must be finite"),
+    "cap: negative": (wrap(bucket_cap_mb=-1), "bucket_cap_mb must be finite and not negative"),
+    "caps: a number": (wrap(bucket_cap_mb_list=3), "bucket_cap_mb_list is a list"),
+    "caps: nan": (wrap(bucket_cap_mb_list=[1, NAN]), "bucket_cap_mb_list must be finite"),
+    "caps: text": (wrap(bucket_cap_mb_list=["x"]), "bucket_cap_mb_list takes numbers"),
+    "precision: a number": (wrap(mixed_precision=3), "phalanx.MixedPrecision"),
+    "precision: a dtype": (wrap(mixed_precision=torch.bfloat16), "phalanx.MixedPrecision"),
+    "precision: text": (wrap(mixed_precision=phalanx.MixedPrecision("bf16")), "mixed_precision.param_dtype"),
+    "precision: integers": (wrap(mixed_precision=phalanx.MixedPrecision(torch.int32)), "mixed_precision.param_dtype"),
+    "group: text": (wrap(process_group="x"), "process_group must be a process group"),
+    "devices: text": (wrap(device_ids="cpu"), "device_ids is None or a list"),
+    "devices: a number": (wrap(device_ids=0), "device_ids is None or a list"),
+    "devices: two": (wrap(device_ids=[0, 1]), "single element"),
+    "devices: of a CPU": (wrap(device_ids=[0]), "Leave both out"),
+    "on_unused": (wrap(on_unused="loudly"), "on_unused must be"),
+    "delayed: half": (wrap(param_to_hook_all_reduce=nn.Parameter(torch.ones(1))), "Give both, or neither"),
+    "delayed: text": (
+        wrap(delay_all_reduce_named_params=["x"], param_to_hook_all_reduce=nn.Parameter(torch.ones(1))),
+        "(name, parameter) pairs",
+    ),
+    "hook: a number": (registered(None, 3), "must be callable"),
+    "hook: PowerSGD, no state": (registered(None, hooks.powerSGD_hook), "wants a PowerSGDState"),
+    "hook: PowerSGD, another state": (registered(hooks.Int8State(None), hooks.powerSGD_hook), "wants a PowerSGDState"),
+    "hook: int8, no state": (registered(None, hooks.int8_hook), "wants a Int8State"),
+    "hook: top-k, a number": (registered(3, hooks.topk_hook), "wants a TopKState"),
+    "hook: fp16, a state": (registered(hooks.Int8State(None), hooks.fp16_compress_hook), "None or a process group"),
+    "hook: plain, text": (registered("x", hooks.allreduce_hook), "None or a process group"),
+    "hook: PowerSGD, rank 0": (lambda: hooks.PowerSGDState(None, matrix_approximation_rank=0), "matrix_approximation_rank"),
+    "weight: text": (entered(lambda ddp: ddp.weight("x")), "a weight is a number"),
+    "weight: nan": (entered(lambda ddp: ddp.weight(NAN)), "a weight must be finite"),
+    "weight: negative": (entered(lambda ddp: ddp.weight(-1)), "a weight must be finite and not negative"),
+    "another group: text": (wrapped(lambda ddp: ddp.update_process_group("x")), "process_group must be a process group"),
+    "params: a tensor": (zero(torch.ones(2)), "Put the tensor into a list"),
+    "params: a number": (zero(3), "must be an iterable of tensors"),
+    "params: none": (zero([]), "empty parameter list"),
+    "params: text": (zero(["x"]), "must be an iterable of tensors"),
+    "params: a mixture": (zero([nn.Parameter(torch.ones(1)), {"params": []}]), "a mixture"),
+    "params: a group without": (zero([{"lr": 0.1}]), "must have a 'params' key"),
+    "params: twice": (zero(twice), "parameter 1 is parameter 0 again"),
+    "params: in two groups": (zero(in_two_groups), "parameter 0 of group 1 is parameter 0 of group 0 again"),
+    "class: a number": (zero(optimizer_class=3), "optimizer_class must be a class"),
+    "class: an optimizer": (
+        zero(optimizer_class=torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)),
+        "Give the class itself",
+    ),
+    "stage": (zero(stage=3), "stage must be 1"),
+    "stage: text": (zero(stage="2"), "stage must be 1"),
+    "partition": (zero(partition="rows"), "partition must be"),
+    "partition of another class": (zero(None, torch.optim.LBFGS, partition="element"), "is not possible with LBFGS"),
+    "zero's group: text": (zero(process_group="x"), "process_group must be a process group"),
+    "step_in_backward alone": (zero(step_in_backward=True), "only with overlap_with_ddp=True"),
+    **{
+        f"max_norm: {what}": (optimizer(lambda zero, value=value: zero.clip_grad_norm_(value)), "max_norm")
+        for what, value in {**NO_NUMBERS, "nan": NAN, "negative": -1.0}.items()
+    },
+    "norm_type: nan": (optimizer(lambda zero: zero.clip_grad_norm_(1.0, NAN)), "norm_type"),
+    "norm_type: 0": (optimizer(lambda zero: zero.clip_grad_norm_(1.0, 0)), "norm_type"),
+    "closure: a number": (optimizer(lambda zero: zero.step(3)), "a function that computes the loss"),
+    "consolidate: text": (optimizer(lambda zero: zero.consolidate_state_dict("x")), "to must be a rank"),
+    "consolidate: too far": (optimizer(lambda zero: zero.consolidate_state_dict(9)), "to must be a rank"),
+    "load: a number": (optimizer(lambda zero: zero.load_state_dict(3)), "state"),
+    "load: nothing": (optimizer(lambda zero: zero.load_state_dict({})), "state"),
+    "load: of another": (
+        optimizer(lambda zero: zero.load_state_dict({"state": {}, "param_groups": [{"params": [0]}]})),
+        "group",
+    ),
+    "load from nowhere": (optimizer(lambda zero: zero.load_sharded_state_dict("/no/such/folder")), "/no/such/folder"),
+    "add a group: a number": (optimizer(lambda zero: zero.add_param_group(3)), "group"),
+    "pickle": (optimizer(lambda zero: torch.save(zero, io.BytesIO())), "cannot be pickled"),
+    "elementwise: a number": (lambda: elementwise(3), "class"),  # type: ignore[type-var]
+    "init: a number for a backend": (init(backend=3), "backend is the name"),
+    "init: no such backend": (init(backend="carrier pigeon"), "no backend"),
+    "init: no such device": (init(device="abacus"), "no device"),
+    "init: threads": (init(threads="many"), "threads is a number"),
+    "init: no threads": (init(threads=0), "threads must be 1 or more"),
+    "init: limit as text": (init(timeout_s="long"), "timeout_s is a number"),
+    "init: limit nan": (init(timeout_s=NAN), "timeout_s must be above 0"),
+    "init: no limit": (init(timeout_s=INF), "timeout_s must be above 0"),
+    "init: limit 0": (init(timeout_s=0), "timeout_s must be above 0"),
+}
+
+
+def try_all(rank: int, world: int) -> dict[str, tuple[str, bool, str]]:
+    """By call: the kind of error, whether it is one of ours, and its words."""
+    found = {}
+    for name, (call, _) in CALLS.items():
+        try:
+            call()
+            found[name] = ("nothing", False, "")
+        except Exception as error:
+            found[name] = (type(error).__name__, isinstance(error, phalanx.PhalanxError), str(error))
+    return found
