@@ -248,6 +248,20 @@ def choose_on_unused(on_unused: str | None, expected: bool) -> str:
     return on_unused
 
 
+def check_on_nonfinite(on_nonfinite: Any) -> str | None:
+    """What to do about NaN and infinity; None for nothing."""
+    if on_nonfinite not in (None, "raise", "warn", "skip"):
+        raise ConfigError(f'on_nonfinite must be "raise", "warn", "skip" or None, got {on_nonfinite!r}.')
+    return None if on_nonfinite is None else str(on_nonfinite)
+
+
+def check_every(every: Any) -> int | None:
+    """After how many backwards parameters are compared; None for never."""
+    if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
+        raise ConfigError(f"check_drift_every is a number of backwards, 1 or more, or None, got {every!r}.")
+    return None if every is None else int(every)
+
+
 def name_of(hook: Any) -> str:
     return str(getattr(hook, "__qualname__", type(hook).__name__))
 
@@ -256,7 +270,7 @@ def in_words(wrapper: Any) -> dict[str, str]:
     """The arguments that must be equal on all ranks beside the model and its buckets."""
     names = (
         "forward_sync_buffers find_unused_parameters gradient_as_bucket_view static_graph skip_all_reduce_unused_params "
-        "batched_grad_copy on_unused"
+        "batched_grad_copy on_unused on_nonfinite check_drift_every"
     )
     words = {name: str(getattr(wrapper, name)) for name in names.split()}
     words["device"] = wrapper.device_type

@@ -33,8 +33,10 @@ from . import arguments
 from .agreement import verify_same
 from .features.buffers import BufferHookLocation, BufferSync
 from .features.dist_autograd import current_context, gradients_of_context
+from .features.drift import DriftCheck
 from .features.in_backward import StepInBackward, SteppedInBackward
 from .features.join import JoinedTraining, announce_reduction, common_rank
+from .features.nonfinite import NonFinite
 from .features.precision import LowPrecision, MixedPrecision
 from .features.settings import CarriedSettings
 from .features.torch_in_backward import torch_in_backward
@@ -69,9 +71,11 @@ def _activate(wrapper: Any, cut_key: str | None) -> None:
 class DistributedDataParallel(TorchNames, torch.nn.Module, Joinable):
     """Train `module` on every rank of a group with gradients averaged during backward.
 
-    All of torch 2.13's arguments are taken and mean the same. One more, `on_unused`, says what to do when
-    no rank used some parameter: "warn" once (default), "raise", or "ignore". Parameters and buffers are
-    replicated from rank 0 at construction; after every backward all ranks hold bit-identical gradients.
+    All of torch 2.13's arguments are taken and mean the same. Three more: `on_unused` says what to do when no rank used some
+    parameter: "warn" once (default), "raise", or "ignore". `on_nonfinite` says what to do about NaN and infinity in a rank's
+    own gradients, before they spread: "raise", "warn", "skip" (drop the step's gradients on every rank), or nothing
+    (default). `check_drift_every` compares the parameters of the ranks after every so many backwards. Parameters and
+    buffers are replicated from rank 0 at construction; after every backward all ranks hold bit-identical gradients.
     """
 
     def __init__(
@@ -98,6 +102,8 @@ class DistributedDataParallel(TorchNames, torch.nn.Module, Joinable):
         forward_sync_buffers: bool | None = None,
         *,
         on_unused: str | None = None,
+        on_nonfinite: str | None = None,
+        check_drift_every: int | None = None,
     ) -> None:
         torch.nn.Module.__init__(self)
         Joinable.__init__(self)
@@ -137,6 +143,8 @@ class DistributedDataParallel(TorchNames, torch.nn.Module, Joinable):
         self.static_graph = static_graph
         self.mixed_precision = mixed_precision
         self.on_unused = arguments.choose_on_unused(on_unused, find_unused_parameters or static_graph)
+        self.on_nonfinite = arguments.check_on_nonfinite(on_nonfinite)
+        self.check_drift_every = arguments.check_every(check_drift_every)
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = True
         self._assemble()
@@ -171,6 +179,10 @@ class DistributedDataParallel(TorchNames, torch.nn.Module, Joinable):
         self.reducer.listeners += [self.timeline, CarriedSettings(self.reducer)]
         if self._low is not None:
             self.reducer.listeners.append(self._low)
+        if self.on_nonfinite is not None:
+            self.reducer.listeners.append(NonFinite(self.reducer, self.on_nonfinite))
+        if self.check_drift_every is not None:
+            self.reducer.listeners.append(DriftCheck(self, self.check_drift_every))
         _ = self.collectives.board  # from now on the other ranks are told if this process ends by an exception
         announce(self)
 

@@ -154,8 +154,8 @@ _HEADER = {"rank": int, "boot": object, "wall_ns": int, "perf_ns": int}
 
 def _check(raw: _RawTrace) -> None:
     """Refuse a trace that was edited, cut or made up, in words, before anything is made of it."""
-    for name, kind in _HEADER.items():
-        if not isinstance(raw.header.get(name), kind) or (kind is object and name not in raw.header):
+    for name, wanted in _HEADER.items():
+        if name not in raw.header or not isinstance(raw.header[name], wanted):
             raise StateError(f"{raw.path} is malformed: its header has no {name!r}. Trace the run again.")
     for number, event in enumerate(raw.events, start=2):
         kind = event[0] if isinstance(event, list) and event else None

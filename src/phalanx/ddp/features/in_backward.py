@@ -27,6 +27,8 @@ class SteppedInBackward(Protocol):
 class StepInBackward(Listener):
     """Steps a bucket's parameters when they have been given their mean."""
 
+    uses_means = True
+
     def __init__(self, optimizer: SteppedInBackward) -> None:
         optimizer.hand_over()
         self._optimizer = optimizer

@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 
 
 class Listener:
-    """Hears of everything and does nothing."""
+    """Hears of everything and does nothing. `uses_means`: acts on means before the pass has ended, or keeps them."""
+
+    uses_means: bool = False
 
     def pass_began(self, joined: bool) -> None:
         """A backward that is reduced has begun; with `joined`, only on other ranks: this one has no input left."""

@@ -8,6 +8,7 @@ the bucket's own dtype. After the sum an element holds how many ranks said one:
     weight      bits of the weight in fixed point, so that the exact sum of weights can be put together
     nested      this rank knows of a backward inside this backward, so that gradient may still come late
     given up    this rank's backward raised: what it sends only keeps the ranks in step
+    not finite  this rank's gradients hold NaN or infinity; looked for only where somebody asks
     settings    bits of a digest of what ranks have to agree on beside the plan (in the first bucket; zeros elsewhere)
     late        in the last bucket only, one per bucket: gradient that arrived after its bucket had left
     usage       one per parameter: how many ranks used it
@@ -39,7 +40,8 @@ _WEIGHTED_AT = _SIGNATURE_BITS
 _WEIGHT_AT = _WEIGHTED_AT + 1
 _NESTED_AT = _WEIGHT_AT + _WEIGHT_BITS
 _GIVEN_UP_AT = _NESTED_AT + 1
-_SETTINGS_AT = _GIVEN_UP_AT + 1
+_NONFINITE_AT = _GIVEN_UP_AT + 1
+_SETTINGS_AT = _NONFINITE_AT + 1
 _LATE_AT = _SETTINGS_AT + SETTINGS_BITS
 
 # The largest count of ranks that each dtype adds up without rounding.
@@ -85,6 +87,16 @@ class Carried(Protocol):
         """The error for ranks whose digests differ. Every rank calls it."""
 
 
+class Watch(Protocol):
+    """Who asks whether a bucket's gradients are finite."""
+
+    def look(self) -> torch.Tensor | int:
+        """1 if what this rank is about to send is not finite, else 0."""
+
+    def found(self, step: int) -> None:
+        """Some rank sent what is not finite. Every rank calls it; it may raise."""
+
+
 class Tail:
     """The layout of one bucket's tail and the templates to write and to compare with."""
 
@@ -97,6 +109,7 @@ class Tail:
         self._usage_at = _LATE_AT + num_late
         self.numel = self._usage_at + num_params
         self.carried: Carried | None = None
+        self.watch: Watch | None = None
         self._written: dict[torch.dtype, list[torch.Tensor]] = {}
         self._expected: dict[torch.dtype, list[torch.Tensor]] = {}
         # By dtype and template, the digest that is in it.
@@ -139,6 +152,8 @@ class Tail:
     def write(self, out: torch.Tensor, step: int) -> None:
         """The healthy tail: every parameter used, default weight, nothing late."""
         out.copy_(self._template(out, step)[0])
+        if self.watch is not None:
+            out[_NONFINITE_AT] = self.watch.look()
 
     def write_usage(self, out: torch.Tensor, used: Sequence[int]) -> None:
         out[self._usage_at :] = torch.tensor(list(used), dtype=out.dtype, device=out.device)
@@ -174,6 +189,8 @@ class Tail:
             mine = [bit * self.world for bit in _settings_bits(self.carried.digest)]
             if counts[_SETTINGS_AT:_LATE_AT] != mine:
                 raise self.carried.differ(step)
+        if in_step and counts[_NONFINITE_AT] and self.watch is not None:
+            self.watch.found(step)
         return Reading(
             in_step=in_step,
             total_weight=default + fixed / 2**_WEIGHT_FRACTION_BITS,

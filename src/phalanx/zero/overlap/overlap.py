@@ -72,6 +72,8 @@ class Engagement(enum.Enum):
 class Overlap(Listener):
     """One optimizer's engagement with one wrapper. `update` brackets an update: called with True, then False."""
 
+    uses_means = True
+
     def __init__(
         self, sharded: ShardedOptimizer, stage: int, step_in_backward: bool, update: Callable[[bool], dict[str, Any]]
     ) -> None:

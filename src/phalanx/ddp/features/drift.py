@@ -1,0 +1,66 @@
+"""Replicas that should be equal, looked at now and then (`check_drift_every`).
+
+All ranks begin every step with the same parameters, to the bit. A rank that changed some by itself (a loaded file, an
+optimizer of its own, a broken memory chip) trains a model of its own from then on, and nothing fails. Every so many
+backwards each rank adds up the bits of every parameter, and the ranks compare.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING
+
+import torch
+
+from ...errors import MismatchError
+from ..reducer import Listener
+
+if TYPE_CHECKING:
+    from ..module import DistributedDataParallel
+
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class DriftCheck(Listener):
+    """Compares the parameters of one wrapper every `every` backwards."""
+
+    def __init__(self, wrapper: DistributedDataParallel, every: int) -> None:
+        self._wrapper = weakref.ref(wrapper)
+        self._every = every
+        self._passes = 0
+
+    def pass_ended(self) -> None:
+        wrapper = self._wrapper()
+        # Ranks that have joined without inputs do not step, and get the others' parameters at the end.
+        if wrapper is None or wrapper._join_config.enable:
+            return
+        self._passes += 1
+        if self._passes % self._every == 0:
+            self._compare(wrapper)
+
+    def _compare(self, wrapper: DistributedDataParallel) -> None:
+        collectives, reducer = wrapper.collectives, wrapper.reducer
+        named = [(n, p) for n, p in wrapper.module.named_parameters() if n not in wrapper.parameters_to_ignore]
+        mine = torch.stack([_digest(param) for _, param in named])
+        everyone = torch.empty(collectives.world * mine.numel(), dtype=torch.int64, device=mine.device)
+        collectives.wait(collectives.all_gather(everyone, mine), "comparing the parameters of the ranks")
+        rows = everyone.view(collectives.world, -1)
+        differs = (rows != rows[0]).any(dim=0)
+        if not bool(differs.any()):
+            return
+        names = [name for (name, _), odd in zip(named, differs.tolist(), strict=True) if odd]
+        column = rows[:, int(differs.nonzero()[0])].tolist()
+        usual = max(column, key=column.count)
+        odd = ", ".join(str(rank) for rank, value in enumerate(column) if value != usual)
+        raise MismatchError(
+            f"rank {collectives.rank}: step {reducer.step - 1}: the parameters of the ranks have drifted apart: "
+            f"{len(names)} of {len(named)}, first '{names[0]}', which is another one on rank {odd} than on the others. "
+            "Change parameters on every rank alike, or load a checkpoint."
+        )
+
+
+@torch.no_grad()
+def _digest(param: torch.Tensor) -> torch.Tensor:
+    """The sum of the parameter's bits, taken as whole numbers: equal parameters, equal sums, in any order of adding."""
+    flat = torch.view_as_real(param) if param.is_complex() else param
+    return flat.detach().contiguous().view(_WORDS[flat.element_size()]).sum(dtype=torch.int64)

@@ -1,0 +1,110 @@
+"""NaN and infinity are named by rank and parameter before they spread; replicas that drift apart are noticed."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import phalanx
+from phalanx.errors import ConfigError, MismatchError, ReductionError
+from phalanx.optim import apply_in_backward
+from tests.cluster import run_ranks
+
+
+def _wrapped(**options: Any) -> phalanx.DistributedDataParallel:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4))
+    return phalanx.DistributedDataParallel(net, bucket_cap_mb=0.0003, **options)
+
+
+def _backward(wrapped: nn.Module, poison: float | None) -> None:
+    """One backward; `poison` is what becomes of the gradient of the second layer's bias."""
+    hooks = []
+    if poison is not None:
+        bias = wrapped.module[1].bias
+        hooks.append(bias.register_hook(lambda grad: torch.full_like(grad, poison)))
+    wrapped(torch.ones(2, 8)).square().mean().backward()
+    for hook in hooks:
+        hook.remove()
+
+
+def found(rank: int, world: int, action: str | None, poison: float, as_views: bool) -> tuple[str, list[bool]]:
+    """What is said when rank 1 has a bad gradient in its third backward, and which parameters have a gradient after it."""
+    wrapped = _wrapped(on_nonfinite=action, gradient_as_bucket_view=as_views)
+    optimizer = torch.optim.Adam(wrapped.parameters(), lr=0.1)
+    said = ""
+    for step in range(4):
+        optimizer.zero_grad()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                _backward(wrapped, poison if step == 2 and rank == 1 else None)
+            except ReductionError as error:
+                return str(error), [p.grad is not None for p in wrapped.parameters()]
+        said += " ".join(str(each.message) for each in caught)
+        if step == 2:
+            had = [p.grad is not None for p in wrapped.parameters()]
+        optimizer.step()
+    assert all(bool(p.isfinite().all()) for p in wrapped.parameters()) == (action == "skip"), "NaN spreads unless skipped"
+    return said, had
+
+
+@pytest.mark.parametrize("backend", ["gloo", "phalanx"])
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+@pytest.mark.parametrize("action", ["raise", "warn", "skip"])
+def test_who_has_a_bad_gradient_of_what_is_told_on_every_rank(action: str, poison: float, backend: str) -> None:
+    for rank, (said, had) in enumerate(run_ranks(3, found, action, poison, poison > 0, backend=backend)):
+        assert f"rank {rank}: step 2, bucket " in said and "(rank 1: '1.bias')" in said, said
+        # What is left after "raise" are this rank's own, given back to it.
+        assert any(had) == (action != "skip")
+        assert said.count("step 2") == 1 and ("step 3" in said) == (action == "warn"), "skipped, it is over"
+
+
+def test_without_the_argument_nobody_looks() -> None:
+    for said, had in run_ranks(2, found, None, float("nan"), False, backend="phalanx"):
+        assert said == "" and all(had)
+
+
+def skipped_and_stepped(rank: int, world: int, how: str) -> str:
+    wrapped = _wrapped(on_nonfinite="skip")
+    if how == "in backward":
+        apply_in_backward(torch.optim.SGD, wrapped.module.parameters(), lr=0.1)
+    else:
+        optimizer = phalanx.ZeroRedundancyOptimizer(
+            wrapped.parameters(), torch.optim.Adam, lr=0.1, overlap_with_ddp=True, step_in_backward=how == "overlapped"
+        )
+        assert optimizer is not None
+    with pytest.raises(ConfigError) as raised:
+        _backward(wrapped, None)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("how", ["in backward", "overlapped", "scattered"])
+def test_what_has_been_stepped_cannot_be_skipped(how: str) -> None:
+    for text in run_ranks(2, skipped_and_stepped, how, backend="phalanx"):
+        assert 'on_nonfinite="raise"' in text
+
+
+def drifting(rank: int, world: int, every: int) -> tuple[int, str]:
+    """In which backward the change of rank 1 is noticed, and in which words."""
+    wrapped = _wrapped(check_drift_every=every)
+    for step in range(6):
+        if step == 1 and rank == 1:
+            with torch.no_grad():
+                wrapped.module[2].weight[0, 0] += 1e-6
+        try:
+            _backward(wrapped, None)
+        except MismatchError as error:
+            return step, str(error)
+    return -1, ""
+
+
+@pytest.mark.parametrize("backend", ["gloo", "phalanx"])
+def test_a_replica_that_drifts_is_noticed(backend: str) -> None:
+    for rank, (step, text) in enumerate(run_ranks(3, drifting, 3, backend=backend)):
+        assert step == 2 and text.startswith(f"rank {rank}: step 2"), (step, text)
+        assert "1 of 6, first '2.weight', which is another one on rank 1" in text
