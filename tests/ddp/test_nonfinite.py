@@ -60,7 +60,7 @@ def test_who_has_a_bad_gradient_of_what_is_told_on_every_rank(action: str, poiso
     for rank, (said, had) in enumerate(run_ranks(3, found, action, poison, poison > 0, backend=backend)):
         assert f"rank {rank}: step 2, bucket " in said and "(rank 1: '1.bias')" in said, said
         # What is left after "raise" are this rank's own, given back to it.
-        assert any(had) == (action != "skip")
+        assert action == "raise" or any(had) == (action == "warn")
         assert said.count("step 2") == 1 and ("step 3" in said) == (action == "warn"), "skipped, it is over"
 
 

@@ -46,7 +46,8 @@ def tell_at_the_end(audience: Audience) -> None:
     """Tell `audience` if this process ends by an exception that nobody catches."""
     global _installed_in
     _audience.add(audience)
-    if sys.excepthook is not _announce:
+    # Once: torch puts a hook of its own around ours, and a second one of ours around that would call itself for ever.
+    if not _previous:
         _previous.append(sys.excepthook)
         sys.excepthook = _announce
     if _installed_in != os.getpid():
@@ -86,7 +87,7 @@ def _words(error: BaseException) -> str:
 def _announce(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
     """The process is about to end with `error`: tell the other ranks, then do what was done before."""
     tell(error)
-    (_previous[-1] if _previous else sys.__excepthook__)(kind, fold(error), error.__traceback__)
+    _previous[0](kind, fold(error), error.__traceback__)
 
 
 def _announce_in_child() -> None:
