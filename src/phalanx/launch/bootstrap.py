@@ -29,6 +29,7 @@ from typing import Any, TextIO
 from torch import distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from phalanx.comm.failure.folding import fold
 from phalanx.errors import CollectiveTimeout, PeerFailure
 from phalanx.launch.logs import STACKS_FILE
 from phalanx.launch.rundir import open_private
@@ -136,7 +137,8 @@ def _trace_optimizers(recorder: trace.Recorder) -> None:
 
 
 def _record_failure(error: BaseException) -> None:
-    text = "".join(traceback.format_exception(_without_our_frames(error)))
+    doing = _doing(error)  # before ours are folded: they say what the rank was at
+    text = "".join(traceback.format_exception(fold(_without_our_frames(error))))
     if trace.recorder is not None:
         trace.recorder.instant(trace.FAILURE, text=f"{type(error).__name__}: {error}", traceback=text)
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
@@ -153,7 +155,7 @@ def _record_failure(error: BaseException) -> None:
             "at_ns": now_ns,
             "host": socket.gethostname(),
             "consequence": is_consequence(error),
-            "doing": _doing(error),
+            "doing": doing,
         },
     }
     # A full disk must not hide the failure: it is on stderr too, and the launcher keeps the end of that in memory.

@@ -46,6 +46,7 @@ class CommonSettings:
         self._loaded = "none"
         self._values: Values = ()
         self._told: Values = ()
+        self._numbered: tuple[tuple[Values, int], int] = (((), -1), 0)  # what was told last, and the number made of it
         self._equal: Values | None = None  # what was last known to be equal on all ranks
         self.params = frozenset(map(id, _params(optimizer)))
         for wrapper in known_wrappers()[::-1]:
@@ -99,7 +100,10 @@ class CommonSettings:
         self._read()
         self._told = self._values
         # The number of clips besides: a rank that did not clip has the limits of its last clip, as the others do.
-        return zlib.crc32(repr((self._values, self._num_clips)).encode())
+        if (self._values, self._num_clips) != self._numbered[0]:
+            words = (self._values, self._num_clips)
+            self._numbered = (words, zlib.crc32(repr(words).encode()))
+        return self._numbered[1]
 
     def all_have(self, told: int) -> None:
         """All ranks have told the same."""

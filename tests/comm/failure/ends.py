@@ -24,7 +24,7 @@ from torch import nn
 import phalanx
 import tests.cluster.preload  # noqa: F401  (names from files only; imports that would cost each rank a second)
 
-LIMIT_S = 60
+LIMIT_S = 120
 
 
 class InjectedError(Exception):
@@ -45,7 +45,7 @@ class Plan:
 
 def train(rank: int, plan: Plan) -> None:
     """One rank's program."""
-    phalanx.init(backend=plan.backend, timeout_s=30)
+    phalanx.init(backend=plan.backend, timeout_s=60)
     torch.manual_seed(0)
     net = nn.Sequential(*[nn.Linear(64, 64) for _ in range(8)])
     # Many buckets, so that some are under way whenever something happens.

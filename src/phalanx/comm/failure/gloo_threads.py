@@ -76,10 +76,12 @@ def cut() -> None:
         try:
             if stat.S_ISSOCK(os.fstat(fd).st_mode):
                 with socket.socket(fileno=os.dup(fd)) as duplicate:
-                    # Reading only, for the reason given in `cuttable`. What has been sent still arrives.
-                    duplicate.shutdown(socket.SHUT_RD)
+                    # Not the one that listens: gloo takes an error of `accept` for a reason to abort.
+                    if not duplicate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                        # Reading only, for the reason given in `cuttable`. What has been sent still arrives.
+                        duplicate.shutdown(socket.SHUT_RD)
         except OSError:
-            continue  # closed by then, or the one that listens
+            continue  # closed by then
 
 
 def rest(limit_s: float = _LIMIT_S) -> bool:
