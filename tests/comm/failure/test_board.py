@@ -1,0 +1,116 @@
+"""The notes that ranks leave for each other: numbered, cheap to ask for, and gone without a trace on the shared store."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import phalanx.comm.failure.waiter as waiter
+import phalanx.comm.failure.waiting as waiting
+import phalanx.comm.shm.transport.watch as watch
+from phalanx.comm.failure.board import board_of
+from phalanx.comm.torch_backend import collectives_for
+from phalanx.errors import MismatchError
+from tests.cluster import run_ranks
+
+
+class Counting:
+    """A store that counts the questions it is asked."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+        self.num_calls = 0
+
+    def __getattr__(self, name: str) -> Any:
+        self.num_calls += 1
+        return getattr(self._store, name)
+
+
+def _notes(rank: int, world: int) -> None:
+    group = dist.group.WORLD
+    assert group is not None
+    board, store = board_of(group), group.get_group_store()
+    assert board_of(group) is board, "its numbers are the group's"
+    limit = store.timeout
+    for number in range(3):
+        said = board.exchange("lunch", f"{rank} says {number}", wait_s=5)
+        assert said == {other: f"{other} says {number}" for other in range(world)}, "answers of the last time"
+        assert board.roll_call(wait_s=5) == ()
+    assert store.timeout == limit, "the store is not ours alone"
+    board._store = counting = Counting(board._store)
+    assert board.failures() == [] and counting.num_calls == 1
+    dist.barrier()
+    board.post_failure(f"words of {rank}")
+    dist.barrier()
+    assert [failure.message for failure in board.failures()] == [f"words of {1 - rank}"]
+    dist.barrier()
+    board.retract_failure()
+    dist.barrier()
+    assert board.failures() == []
+
+
+def test_notes_are_numbered_and_asking_costs_one_question() -> None:
+    run_ranks(2, _notes, backend="gloo")
+
+
+def _wait_for_one(rank: int, world: int, backend: str) -> list[str]:
+    said: list[str] = []
+    before = (waiting.FIRST_S, watch.FIRST_S, waiter._NOTE_S, watch.say, waiter.say)
+    waiting.FIRST_S, watch.FIRST_S, waiter._NOTE_S = 1.5, 0.2, 0.5
+    watch.say = waiter.say = said.append
+    try:
+        collectives = collectives_for(dist.group.WORLD)  # type: ignore[arg-type]
+        collectives.wait(collectives.all_reduce(torch.ones(3)), "warming up")
+        if rank == 1:
+            time.sleep(4.5)
+        collectives.wait(collectives.all_reduce(torch.ones(3)), "adding three ones")
+    finally:
+        waiting.FIRST_S, watch.FIRST_S, waiter._NOTE_S, watch.say, waiter.say = before
+    return said
+
+
+@pytest.mark.parametrize("backend", ["gloo", "phalanx"])
+def test_waiting_is_said_once_with_who_waits_for_whom(backend: str) -> None:
+    lines = run_ranks(3, _wait_for_one, backend, backend=backend)
+    assert lines[1] == [], "who comes late does not wait"
+    for rank in (0, 2):
+        assert len(lines[rank]) == 1, lines[rank]
+        assert f"rank {rank} waits for rank 1" in lines[rank][0], lines[rank]
+        assert ("adding three ones" if backend == "gloo" else "all_reduce") in lines[rank][0]
+
+
+def _disagree(rank: int, world: int) -> str:
+    collectives = collectives_for(dist.group.WORLD)  # type: ignore[arg-type]
+    collectives.agree("the menu", {"soup": "hot", "bread": "yes"})
+    with pytest.raises(MismatchError) as raised:
+        collectives.agree("the menu", {"soup": "hot" if rank else "cold", "bread": "yes"})
+    # The group is as good as before.
+    collectives.agree("the menu", {"soup": "warm"})
+    tensor = torch.ones(3)
+    collectives.wait(collectives.all_reduce(tensor), "adding")
+    assert tensor.eq(world).all()
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("backend", ["gloo", "phalanx"])
+def test_what_ranks_disagree_on_is_named_on_every_rank(backend: str) -> None:
+    for rank, text in enumerate(run_ranks(3, _disagree, backend=backend)):
+        assert text.startswith(f"rank {rank}: the ranks differ in the menu: soup is cold on rank 0, hot on rank 1, 2."), text
+
+
+def _not_the_same(rank: int, world: int) -> str:
+    collectives = collectives_for(dist.group.WORLD)  # type: ignore[arg-type]
+    with pytest.raises(MismatchError) as raised:
+        size = 3 if rank else 300_000
+        collectives.wait(collectives.all_reduce(torch.ones(size)), "adding")
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("backend", ["gloo", "phalanx"])
+def test_collectives_that_do_not_fit_are_an_error_where_gloo_would_abort(backend: str) -> None:
+    for text in run_ranks(3, _not_the_same, backend=backend):
+        assert "all_reduce of 300000 x float32" in text and "all_reduce of 3 x float32" in text, text
