@@ -71,7 +71,7 @@ def _cap_bytes(name: str, cap: Any) -> int:
         raise ArgumentTypeError(f"{name} takes numbers of MiB, got {cap!r}. Give for example 25, or leave it out.")
     # Infinity has no size in bytes, and none is needed: a cap larger than the model puts everything into one bucket.
     if not 0 <= cap < math.inf:
-        raise ConfigError(f"{name} must be finite and not negative, got {cap!r}. Give for example 25, or leave it out.")
+        raise ConfigError(f"bucket caps: {name} must be finite and not negative, got {cap!r}. Give 25, or leave it out.")
     return int(cap * MIB)
 
 

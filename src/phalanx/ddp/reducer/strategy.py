@@ -192,8 +192,9 @@ class HookStrategy(Strategy):
         known = str(getattr(self.hook, "__module__", "")).startswith(_KNOWN)
         words = {"reduction": "by a hook", "hook": str(self.name) if known else "a user's own"}
         if self.state is not None and type(self.state).__module__.startswith(_KNOWN):
-            simple = {name: value for name, value in vars(self.state).items() if isinstance(value, _SIMPLE)}
-            words |= {f"{name} of the hook's state": str(value) for name, value in simple.items()}
+            # A process group has no attributes to look at.
+            held = getattr(self.state, "__dict__", {})
+            words |= {f"{name} of the hook's state": str(v) for name, v in held.items() if isinstance(v, _SIMPLE)}
         return words
 
     @property
