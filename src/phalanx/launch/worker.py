@@ -15,7 +15,7 @@ from types import TracebackType
 import torch
 import torch.distributed as dist
 
-from phalanx.comm.failure import gloo_threads
+from phalanx.comm.failure import gloo_threads, last_words
 from phalanx.comm.memory.heap import keep_freed_memory
 from phalanx.errors import ArgumentTypeError, ConfigError, MismatchError
 from phalanx.launch.environment import Environment, detect
@@ -62,6 +62,8 @@ class Worker:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
     ) -> None:
+        if isinstance(error, Exception):
+            last_words.tell(error)  # while there is a group in which to say it
         leave()
 
 

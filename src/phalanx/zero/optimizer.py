@@ -225,7 +225,9 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
                 "clip_grad_norm_() comes too late: the step has been made during backward. Make the optimizer with "
                 "step_in_backward=False."
             )
-        self._settings.clipped(max_norm, norm_type, error_if_nonfinite)
+        # A rank that has joined without inputs does not clip, and is not at fault.
+        if not self._join_config.enable:
+            self._settings.clipped(max_norm, norm_type, error_if_nonfinite)
         if overlap is None or overlap.gradient_shards is None:
             return clip_gradients(self._all_params, max_norm, norm_type, error_if_nonfinite)
         shards = overlap.gradient_shards.owned()

@@ -39,7 +39,8 @@ class Audience(Protocol):
 _audience: weakref.WeakSet[Audience] = weakref.WeakSet()
 _previous: list[Callable[..., None]] = []
 _installed_in: int | None = None
-_told_in: int | None = None
+_told: int | None = None  # the id of the exception that was told last
+_ended_in: int | None = None  # the process that an exception ends
 
 
 def tell_at_the_end(audience: Audience) -> None:
@@ -58,12 +59,12 @@ def tell_at_the_end(audience: Audience) -> None:
 
 
 def tell(error: BaseException) -> None:
-    """Tell everybody why this process ends. The first call counts: what follows in a process that ends is a consequence."""
-    global _told_in
+    """Tell everybody that this rank leaves, and why. An exception on its way out may pass here several times."""
+    global _told
     # A forked child (a data loader's worker) has its parent's audience, and must not speak for it.
-    if _installed_in != os.getpid() or _told_in == os.getpid():
+    if _installed_in != os.getpid() or _told == id(error):
         return
-    _told_in = os.getpid()
+    _told = id(error)
     audience = list(_audience)
     # What only says that another rank failed is no news, and would make this rank look like the one at fault.
     if not isinstance(error, CommunicationError):
@@ -75,7 +76,7 @@ def tell(error: BaseException) -> None:
 
 def has_ended_by_exception() -> bool:
     """Whether an exception that nobody caught ends this process."""
-    return _told_in == os.getpid()
+    return _ended_in == os.getpid()
 
 
 def _words(error: BaseException) -> str:
@@ -86,14 +87,16 @@ def _words(error: BaseException) -> str:
 
 def _announce(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
     """The process is about to end with `error`: tell the other ranks, then do what was done before."""
+    global _ended_in
+    _ended_in = os.getpid()
     tell(error)
     _previous[0](kind, fold(error), error.__traceback__)
 
 
 def _announce_in_child() -> None:
     error = sys.exc_info()[1]
-    # torch's spawn turns the exception into an exit.
+    # torch's spawn turns the exception into an exit. Who exits in peace has dealt with what there was.
     if isinstance(error, SystemExit):
-        error = error.__context__
+        error = error.__context__ if error.code not in (None, 0) else None
     if error is not None:
         tell(error)
