@@ -132,7 +132,6 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     },
     "norm_type: nan": (optimizer(lambda zero: zero.clip_grad_norm_(1.0, NAN)), "norm_type"),
     "norm_type: 0": (optimizer(lambda zero: zero.clip_grad_norm_(1.0, 0)), "norm_type"),
-    "closure: a number": (optimizer(lambda zero: zero.step(3)), "a function that computes the loss"),
     "consolidate: text": (optimizer(lambda zero: zero.consolidate_state_dict("x")), "to must be a rank"),
     "consolidate: too far": (optimizer(lambda zero: zero.consolidate_state_dict(9)), "to must be a rank"),
     "load: a number": (optimizer(lambda zero: zero.load_state_dict(3)), "state"),

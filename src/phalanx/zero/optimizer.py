@@ -131,8 +131,6 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
 
         Returns what the closure returned, if there is one. Keywords go to the optimizer's own `step`.
         """
-        if closure is not None and not callable(closure):
-            raise ArgumentTypeError(f"step() takes a function that computes the loss again, or nothing, got {closure!r}.")
         # First of all: it is a collective, which tells ranks that have joined to follow this step.
         Join.notify_join_context(self)
         if self._overlap is not None and self._overlap.in_backward:

@@ -32,10 +32,12 @@ from . import last_words
 _WORKER, _LOOP = "pt_gloo_runloop", "gloo_tcp_loop"
 # By architecture: the numbers of futex, and of epoll_wait and epoll_pwait.
 _CALLS = {"x86_64": (202, (232, 281)), "aarch64": (98, (22,))}
+_OPERATION, _WAIT_BITSET = 0x7F, 9  # how a condition variable is waited for
 _REGISTERED = re.compile(r"^tfd:\s*(\d+)", re.MULTILINE)
 
 _GRACE_S = 0.05  # a collective that is about to end may do so before connections are cut
 _LIMIT_S = 3.0
+_LOOKS = 3  # in a row, at rest: between two waits a thread may look so for a moment
 
 
 def _threads() -> Iterator[tuple[str, list[int]]]:
@@ -58,7 +60,9 @@ def at_rest() -> bool:
         workers = [call for name, call in _threads() if name == _WORKER]
     except OSError:
         return True
-    return all(len(call) > 4 and call[0] == futex and call[4] == 0 for call in workers)
+    # A lock that another thread holds is waited for without a limit too, but by another operation of futex.
+    waits = (len(call) > 4 and call[0] == futex and call[2] & _OPERATION == _WAIT_BITSET and not call[4] for call in workers)
+    return all(waits)
 
 
 def _connections() -> list[int]:
@@ -93,7 +97,8 @@ def rest(limit_s: float = _LIMIT_S) -> bool:
     """
     started = time.monotonic()
     is_cut = False
-    while not at_rest():
+    looks = 0
+    while (looks := looks + 1 if at_rest() else 0) < _LOOKS:
         seconds = time.monotonic() - started
         if seconds > limit_s:
             return False
