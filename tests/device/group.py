@@ -133,9 +133,12 @@ class SimGroup(dist.ProcessGroup):
 
         def receive() -> None:
             for tensor in tensors:
-                # What the receiver had there may be anything; what comes must do as weights and as variances.
-                if root != self._rank and tensor.is_floating_point():
-                    on_cpu(tensor).copy_(torch.linspace(0.01, 0.1, tensor.numel()).view(tensor.shape))
+                # What the receiver had there may be anything; what comes must do as weights and as variances. Bytes
+                # stand for floats, and these for 0.046 in every width. Other integers are what all ranks have anyway.
+                if root != self._rank and tensor.dtype is torch.uint8:
+                    on_cpu(tensor).fill_(0x3D)
+                elif root != self._rank and tensor.is_floating_point():
+                    on_cpu(tensor).fill_(0.046)
 
         return self._launch("broadcast", tensors, tensors, receive)
 

@@ -30,15 +30,6 @@ from .scenarios import SCENARIOS, Finding, observe
 # A few on rank 0 too, which broadcasts where the others receive.
 _AS_SOURCE = ("ddp plain", "ddp views", "hook fp16", "zero alone, by parameter", "zero overlapped")
 
-# What does not hold yet, and why. A cure makes its scenarios pass, which fails here until they are taken out.
-_WAITS = (
-    "the host waits: work.wait(timeout) in comm/failure/waiter.py, torch.equal per bucket in ddp/reducer/tail.py; "
-    "tolist and pageable copies there with weights; item and a pageable copy in ddp/reducer/shares.py with hooks"
-)
-_RACES = "waiter.wait_future reads a hook's result by future.value(), which orders no stream"
-_HOST_WAITS = dict.fromkeys(SCENARIOS, _WAITS)
-_UNORDERED = {name: _RACES for name in SCENARIOS if "hook" in name and name != "hook noop"}
-
 
 def _observe_all(names: list[str]) -> dict[str, Finding]:
     return {name: observe(name) for name in names}
@@ -51,26 +42,23 @@ def _findings(rank: int) -> dict[str, Finding]:
     return found
 
 
-def _cases(known: dict[str, str]) -> list[Any]:
-    ranked = [(1, name) for name in SCENARIOS] + [(0, name) for name in _AS_SOURCE]
-    marks = {name: [pytest.mark.xfail(reason=why, strict=True)] for name, why in known.items()}
-    return [pytest.param(rank, name, marks=marks.get(name, [])) for rank, name in ranked]
+_CASES = [(1, name) for name in SCENARIOS] + [(0, name) for name in _AS_SOURCE]
 
 
-@pytest.mark.parametrize(("rank", "name"), [(1, name) for name in SCENARIOS] + [(0, name) for name in _AS_SOURCE])
+@pytest.mark.parametrize(("rank", "name"), _CASES)
 def test_scenario_trains_on_the_device(rank: int, name: str) -> None:
     finding = _findings(rank)[name]
     assert finding.error is None, finding.error
     assert finding.num_operations > 20 * finding.num_steps, "the device was hardly used"
 
 
-@pytest.mark.parametrize(("rank", "name"), _cases(_HOST_WAITS))
+@pytest.mark.parametrize(("rank", "name"), _CASES)
 def test_steady_steps_do_not_wait_for_the_device(rank: int, name: str) -> None:
     finding = _findings(rank)[name]
     assert finding.error is None and not finding.syncs, "\n".join(f"{n} x {where}" for where, n in finding.syncs.items())
 
 
-@pytest.mark.parametrize(("rank", "name"), _cases(_UNORDERED))
+@pytest.mark.parametrize(("rank", "name"), _CASES)
 def test_accesses_are_ordered_by_streams(rank: int, name: str) -> None:
     finding = _findings(rank)[name]
     assert finding.error is None and not finding.races, "\n".join(f"{n} x {race}" for race, n in finding.races.items())
@@ -93,7 +81,6 @@ def test_mistake_of_order_is_noticed(name: str) -> None:
     assert verdict.new_races, f"{MISTAKES[name].scenario} with this mistake has no race that it has not without"
 
 
-@pytest.mark.xfail(reason=_RACES, strict=True)
 def test_hook_future_that_is_not_waited_for_is_noticed() -> None:
     verdict = on_device(judge, ["future"])["future"]
     assert verdict.num_fired and verdict.new_races, f"{FUTURE_MISTAKE.scenario}: no wait that could be left out"

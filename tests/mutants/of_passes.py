@@ -97,7 +97,7 @@ MUTATIONS = (
     Mutation(
         name="flight: a rank knows only of nested backwards of its own",
         file=FLIGHT,
-        old="        self._nests_somewhere |= reading.nested\n",
+        old="        self._nests_somewhere |= reading.num_nested > 0\n",
         new="        self._nests_somewhere |= self._nests\n",
         words="reentrant overlapped",
         tests="tests/ddp/test_nested_backward.py",

@@ -8,6 +8,7 @@ run in the order in which they were started, on every rank the same order.
 from __future__ import annotations
 
 import abc
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
@@ -65,6 +66,10 @@ class Collectives(abc.ABC):
         `where` says in words what is being waited for, and begins the message.
         """
         self._waiter.wait(work, where)
+
+    def wait_until(self, is_done: Callable[[], bool], where: str) -> None:
+        """Return when `is_done` says so; a rank that died or stays silent is named meanwhile, as in `wait`."""
+        self._waiter.wait_until(is_done, where)
 
     def wait_future(self, future: torch.futures.Future[Any], where: str) -> Any:
         """The future's value; its failure is explained as a collective's is."""

@@ -36,6 +36,15 @@ def too_late(where: str, bucket: int, name: str) -> ReductionError:
     )
 
 
+def nests_elsewhere(where: str) -> ReductionError:
+    """On a device: gradient came late on some ranks, and others had no reason to look for it."""
+    return ReductionError(
+        f"{where}: a backward inside backward brought gradient to a bucket that had left, on some ranks and not on "
+        "others. On a device ranks do not wait for each other to find out: nest alike on all of them, or use "
+        "checkpoint(..., use_reentrant=False)."
+    )
+
+
 def unused_everywhere(where: str, names: Sequence[str], num_params: int) -> str:
     return (
         f"{where}: no rank used {len(names)} of {num_params} parameters; their .grad is left as it was: "

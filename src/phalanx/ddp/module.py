@@ -399,6 +399,14 @@ class DistributedDataParallel(TorchBase):
         self.reducer.restart(self._first_plan)
         self.replicate_module(0, self.forward_sync_buffers)
 
+    def verify(self) -> None:
+        """Return when every backward so far is known to have averaged what belonged together; raise if one has not.
+
+        On the CPU that is known at the end of each backward. On a device the host does not wait for it: a step is judged at
+        the end of the next one, or here. `state_dict` and the `Checkpointer` ask before anything is kept.
+        """
+        self.reducer.verdicts.judge(self.reducer)
+
     def stats(self) -> Statistics:
         """Times of the last sampled step, bucket by bucket, and what has been learnt of the model."""
         return summarise(self.reducer, self.timeline)
@@ -442,6 +450,11 @@ class DistributedDataParallel(TorchBase):
             if wrapped is None or name.startswith("__"):
                 raise
             return getattr(wrapped, name)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As torch's, of a model that is known to be right."""
+        self.verify()
+        return torch.nn.Module.state_dict(self, *args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """As torch's, for states saved from the wrapper (`module.` before each name) and from the model alone."""

@@ -77,8 +77,10 @@ def _norm_of_norms(own: torch.Tensor, limits: tuple[float, float, float], collec
     """The norm over all ranks, from the norm of what each of them has; all must clip by the same `limits`."""
     # Gathered, not added up: each rank then adds the same numbers in the same order, so that all clip alike.
     # With the limits beside it, which are compared at no collective's cost.
-    mine = torch.tensor([0.0, *limits], dtype=torch.float64, device=own.device)
+    mine = torch.empty(1 + len(limits), dtype=torch.float64, device=own.device)
     mine[0] = own
+    for place, limit in enumerate(limits, start=1):
+        mine[place] = limit  # filled by the device: to copy them there would make the host wait
     everyone = torch.zeros(collectives.world * len(mine), dtype=torch.float64, device=own.device)
     collectives.wait(collectives.all_gather(everyone, mine), "adding up the norm of gradients")
     rows = everyone.view(collectives.world, -1)

@@ -10,7 +10,8 @@ from __future__ import annotations
 import re
 import sys
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -23,6 +24,7 @@ from .waiting import Waiting
 
 # A c10d work cannot be woken up while somebody waits for it, so waiting is done in slices of this length.
 _SLICE = timedelta(seconds=1)
+_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 20e-6, 0.1  # between two questions to a device
 _ROLL_CALL_S = 2.0  # longer than a slice: whoever waits must have looked at the board by then
 _NOTE_S = 3.0  # a rank that has waited for so long says where, for those who look for the cause
 
@@ -104,6 +106,21 @@ class Waiter:
         if patience is not None:
             patience.end()
 
+    def wait_until(self, is_done: Callable[[], bool], where: str) -> None:
+        """Return when `is_done` says so, as of an event on a device: no communicator is aborted by waiting for that."""
+        patience: Patience | None = None
+        pause_s = _SHORTEST_PAUSE_S
+        while not is_done():
+            patience = patience or Patience(self.board, where)
+            silent = patience.seconds > self.board.timeout_s
+            if silent or (pause_s >= _LONGEST_PAUSE_S and self.board.is_alarmed()):
+                raise self.explain(TimeoutError("the device did not come to it"), where, silent)
+            patience.look()
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        if patience is not None:
+            patience.end()
+
     def wait_future(self, future: torch.futures.Future[Any], where: str) -> Any:
         """The future's value; its failure is explained as a collective's is."""
         # Not `future.wait`, which has no time limit: a hook's future may depend on a rank that died.
@@ -119,7 +136,8 @@ class Waiter:
         if patience is not None:
             patience.end()
         try:
-            return future.value()
+            # Done, so it does not block; but unlike `value` it orders the current stream after what the future stands for.
+            return future.wait()
         except CommunicationError as error:
             raise type(error)(f"{where}: {error}", error.ranks) from error
         except RuntimeError as error:

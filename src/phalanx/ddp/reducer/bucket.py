@@ -32,6 +32,7 @@ LARGE_BYTES = 64 * 1024
 # Whoever keeps one gradient of each step would keep a whole bucket with it: after so many times, copies are given out.
 _MOST_KEPT = 3
 
+Scale = float | torch.Tensor  # a number that is known to the host, or one on the device
 Allocate = Callable[[int, torch.dtype, torch.device], torch.Tensor]
 
 
@@ -88,7 +89,7 @@ class Bucket(abc.ABC):
         """Where the tail is written before the bucket leaves, and read when it is back."""
 
     @abc.abstractmethod
-    def take(self, scale: float) -> list[int] | None:
+    def take(self, scale: Scale) -> list[int] | None:
         """Bring every gradient, times `scale`, in; returns which of the parameters were used, None for all."""
 
     @abc.abstractmethod
@@ -100,7 +101,7 @@ class Bucket(abc.ABC):
         """Send zeros in place of what was taken."""
 
     @abc.abstractmethod
-    def scale_mean(self, factor: float) -> None:
+    def scale_mean(self, factor: Scale) -> None:
         """Multiply the mean that has come back."""
 
     @abc.abstractmethod
@@ -242,7 +243,7 @@ class DenseBucket(Bucket):
 
     # -- in ------------------------------------------------------------------------------------
 
-    def take_one(self, place: int, scale: float) -> None:
+    def take_one(self, place: int, scale: Scale) -> None:
         """Take one large gradient ahead of the others; one that is not there or not dense waits for `take`."""
         grad = self.params[place].grad
         if grad is None or grad.layout != torch.strided:
@@ -256,7 +257,7 @@ class DenseBucket(Bucket):
             self._free_unshared(place)
         slot.pack(self.states, place)
 
-    def take(self, scale: float) -> list[int] | None:
+    def take(self, scale: Scale) -> list[int] | None:
         num_local = self.states.count(LOCAL)
         rest: Sequence[int] = range(len(self.slots))
         if num_local != len(rest):
@@ -268,7 +269,7 @@ class DenseBucket(Bucket):
             used[place] &= self._take_any(place, scale)
         return None if all(used) else used
 
-    def _take_together(self, rest: Sequence[int], scale: float) -> bool:
+    def _take_together(self, rest: Sequence[int], scale: Scale) -> bool:
         """The usual case, by one operation over all gradients; false if one is missing or sparse after all."""
         params, views = self.params, self.views
         # Autograd may call a gradient ready that is undefined, which is looked for only once something goes wrong.
@@ -283,9 +284,9 @@ class DenseBucket(Bucket):
             if any(grad is None or grad.layout != torch.strided for grad in grads):
                 return False
             raise
-        if scale != 1.0 and len(rest) == len(params):
+        if multiplies(scale) and len(rest) == len(params):
             self.body.mul_(scale)
-        elif scale != 1.0 and rest:
+        elif multiplies(scale) and rest:
             torch._foreach_mul_([views[place] for place in rest], scale)
         for place in rest:
             params[place].grad = None
@@ -305,7 +306,7 @@ class DenseBucket(Bucket):
             if self.large[place]:
                 self._free_unshared(place)
 
-    def _take_any(self, place: int, scale: float) -> bool:
+    def _take_any(self, place: int, scale: Scale) -> bool:
         """Take whatever the slot has: a late part, a gradient, or none. True if it counts as used."""
         param, view, state = self.params[place], self.views[place], self.states[place]
         grad = param.grad
@@ -313,7 +314,8 @@ class DenseBucket(Bucket):
             grad = grad.to_dense()
         if state == LATE:
             if grad is not None:  # the body holds the first part already
-                view.add_(grad.to(view.dtype), alpha=scale)
+                late = grad.to(view.dtype)
+                view.add_(late * scale) if isinstance(scale, torch.Tensor) else view.add_(late, alpha=scale)
         elif grad is None:
             view.zero_()
         else:
@@ -345,17 +347,17 @@ class DenseBucket(Bucket):
         else:
             self._owners[place] = grad
 
-    def _move_in(self, place: int, grad: torch.Tensor, scale: float) -> None:
+    def _move_in(self, place: int, grad: torch.Tensor, scale: Scale) -> None:
         view = self.views[place]
         if _is_same(grad, view):
-            if scale != 1.0:
+            if multiplies(scale):
                 view.mul_(scale)
-        elif scale != 1.0 and grad.dtype == view.dtype:
+        elif multiplies(scale) and grad.dtype == view.dtype:
             torch.mul(grad.detach(), scale, out=view)
         else:
             # In this order: a product is rounded to the dtype of its factors, whatever it is written to.
             view.copy_(grad)
-            if scale != 1.0:
+            if multiplies(scale):
                 view.mul_(scale)
 
     def _free_unshared(self, place: int) -> None:
@@ -367,7 +369,7 @@ class DenseBucket(Bucket):
     def clear(self) -> None:
         self.body.zero_()
 
-    def scale_mean(self, factor: float) -> None:
+    def scale_mean(self, factor: Scale) -> None:
         self.body.mul_(factor)
 
     def add(self, other: Bucket) -> None:
@@ -468,6 +470,11 @@ class DenseBucket(Bucket):
         self._owners = [None] * len(self.slots)
         self._kept.clear()
         super().abandon()
+
+
+def multiplies(scale: Scale) -> bool:
+    """Whether it is worth a pass over memory. Of a number on a device nobody asks what it is."""
+    return isinstance(scale, torch.Tensor) or scale != 1.0
 
 
 def _is_same(grad: torch.Tensor, view: torch.Tensor) -> bool:

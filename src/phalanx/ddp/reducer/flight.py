@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from ...errors import ReductionError
-from ..messages import out_of_step, unequal
+from ..messages import nests_elsewhere, out_of_step, unequal
 from .bucket import Bucket, DenseBucket, Stage
 from .late import reduce_late_part
 from .settling import PlanState, find_late, mark_promised
@@ -38,6 +38,7 @@ class Pass:
         # By bucket, which parameters any rank used; all where it is missing.
         self.wanted: dict[int, Sequence[int]] = {}
         self.unused_here: list[int] = []
+        self._unusual: set[int] = set()  # buckets of which this rank has something to say
         self._others_gave_up = self._has_given = False
         # Whether a backward inside this backward is known, or announced to a strategy that has to know: on this rank,
         # and on any rank, by their tails.
@@ -116,13 +117,15 @@ class Pass:
         """Pack a bucket; returns which of its parameters this rank used, None for all."""
         scale = self.strategy.sparse_scale if bucket.sparse else self.strategy.pack_scale
         used = bucket.take(scale * self.shares.mine)
-        if not self.shares.mine:
+        if self.shares.is_nought:
             bucket.clear()  # nought times what is not a number would not be nought
         return used
 
     def send(self, bucket: Bucket, used: Sequence[int] | None, given_up: bool = False) -> None:
         """Launch a packed bucket, with what this rank has to say beside it."""
         bucket.write_tail(self.reducer.step, used, self.shares.told)
+        if used is not None or given_up:
+            self._unusual.add(bucket.index)
         if self._nests:
             bucket.tail.write_nested(bucket.tail_data)
         if given_up:
@@ -203,6 +206,8 @@ class Pass:
         reading = bucket.reading = self.await_reading(bucket)
         bucket.mark_reduced()
         if reading is None:
+            if self._judges_late(bucket) and self.shares.told is not None:
+                self.strategy.scale_mean(bucket, bucket.tail.factor(bucket.tail_data))
             return
         # Not raised in the midst of backward, which may be about to raise on this rank as well, for the user's own reason.
         self._others_gave_up |= reading.num_given_up > 0
@@ -210,14 +215,21 @@ class Pass:
             factor = self.collectives.world / reading.total_weight if reading.total_weight else 0.0
             self.strategy.scale_mean(bucket, factor)
         self.late_buckets = reading.late_buckets or self.late_buckets
-        self._nests_somewhere |= reading.nested
+        self._nests_somewhere |= reading.num_nested > 0
+        on_device = bucket.tail_data.device.type != "cpu"
+        if reading.late_buckets and on_device and reading.num_nested < self.collectives.world:
+            raise nests_elsewhere(f"rank {self.collectives.rank}: step {self.reducer.step}")  # others have not looked
         if not all(reading.usage):
             self.wanted[bucket.index] = reading.usage
 
     def await_reading(self, bucket: Bucket) -> Reading | None:
-        """Wait for a bucket in flight; returns what its tail says, None if every rank was healthy."""
+        """Wait for a bucket in flight; returns what its tail says, None if every rank was healthy, or if nobody asks yet."""
         step = self.reducer.step
         self.strategy.finish(bucket, self.where(bucket))
+        if self._judges_late(bucket):
+            is_weighted = self.shares.told is not None
+            self.reducer.verdicts.note(bucket, step, self.where(bucket), is_weighted)
+            return None
         if bucket.tail.is_healthy(bucket.tail_data, step):
             return None
         reading = bucket.tail.read(bucket.tail_data, step)
@@ -226,6 +238,13 @@ class Pass:
             number, plan = self.reducer.number, self.reducer.plan
             raise out_of_step(where, step, number, plan.hash, self.collectives.board, bucket.index)
         return reading
+
+    def _judges_late(self, bucket: Bucket) -> bool:
+        """Whether this rank has no reason to wait for what the tail says, which is on a device."""
+        if bucket.tail_data.device.type == "cpu" or bucket.sparse or bucket.part_of is not None:
+            return False
+        # The first pass of a plan, ranks without inputs, unused parameters and nested backwards depend on what others say.
+        return self.reducer.settled and not self.joined and not self._nests and bucket.index not in self._unusual
 
     def give(self, bucket: Bucket) -> None:
         """Make the means the gradients, except of parameters that no rank used."""

@@ -42,6 +42,7 @@ from .sparse import SparseBucket
 from .state import FAILED, IDLE, OBSERVING, REDUCING, PassState
 from .strategy import AllReduce, Strategy
 from .tail import Tail, exact_ranks
+from .verdict import LateVerdicts
 
 
 @dataclass(slots=True)
@@ -90,6 +91,7 @@ class Reducer(TorchReducer):
         # Of compiled models: how their buckets are chosen, and which plan their graphs are cut by.
         self.choose_buckets: ChooseBuckets | None = None
         self.cut_key = plan.hash
+        self.verdicts = LateVerdicts()
         self.current: Pass | None = None  # the pass under way, or the one that failed
         self._raised_before = False  # whether a backward raised that had not begun a pass, and should have
         self.backward, self.place = -1, 0  # which backward the last pass was part of, and its place in the launch order
@@ -429,6 +431,7 @@ class Reducer(TorchReducer):
             settle(self, unused)
         for listener in self.listeners:
             listener.pass_ended()
+        self.verdicts.judge(self, before=self.step - 1)
         # Last: it may raise, on the ranks that have inputs only, when nothing is left that ranks do together.
         if unused and not run.joined:
             self._report_unused(num_params)

@@ -19,8 +19,13 @@ from ...comm.collectives import Collectives
 class Shares:
     """`mine`: what this rank's gradients are multiplied with. `told`: what its tails say; None is 1 like everyone's."""
 
-    mine: float = 1.0
+    mine: float | torch.Tensor = 1.0
     told: float | None = None
+
+    @property
+    def is_nought(self) -> bool:
+        """Whether this rank is known to count nothing. On a device nobody asks."""
+        return not isinstance(self.mine, torch.Tensor) and self.mine == 0.0
 
 
     @classmethod
@@ -31,8 +36,12 @@ class Shares:
 
 def agree_on_shares(weight: float | None, collectives: Collectives, device: torch.device) -> Shares:
     """The shares where large numbers may not fit. Every rank calls it at the same point."""
-    mine = Shares.of(weight).mine
-    total = torch.tensor([mine], dtype=torch.float64, device=device)
+    mine = 1.0 if weight is None else float(weight)
+    # Filled, not copied: a copy to a device would make the host wait.
+    total = torch.full((1,), mine, dtype=torch.float64, device=device)
     collectives.wait(collectives.all_reduce(total), "adding up the weights of the ranks")
+    if device.type != "cpu":
+        shares = torch.where(total > 0, mine * collectives.world / total, torch.zeros_like(total))
+        return Shares(shares[0], None)
     whole = float(total.item())
     return Shares(mine * collectives.world / whole if whole else 0.0, None)

@@ -10,7 +10,7 @@ from ...comm.sparse import SparseSum
 from ...plan import Bucket as PlannedBucket
 from ...plan import ParamSpec
 from . import slot
-from .bucket import Bucket, Stage
+from .bucket import Bucket, Scale, Stage, multiplies
 from .slot import ABSENT, COPIED, LATE
 from .tail import Tail
 
@@ -39,7 +39,7 @@ class SparseBucket(Bucket):
     def tail_data(self) -> torch.Tensor:
         return self._tail_data
 
-    def take(self, scale: float) -> list[int] | None:
+    def take(self, scale: Scale) -> list[int] | None:
         param, state = self.params[0], self.states[0]
         grad, param.grad = param.grad, None
         if state == LATE and grad is not None and self._before is not None:
@@ -58,7 +58,7 @@ class SparseBucket(Bucket):
     def clear(self) -> None:
         self.gradient = _nothing(self.params[0])
 
-    def scale_mean(self, factor: float) -> None:
+    def scale_mean(self, factor: Scale) -> None:
         assert self.gradient is not None, "a bucket that is back has a mean"
         self.gradient = _scaled(self.gradient.coalesce(), factor)
 
@@ -101,9 +101,9 @@ def _sum(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     return torch.sparse_coo_tensor(indices, values, tuple(first.shape), check_invariants=False).coalesce()
 
 
-def _scaled(sparse: torch.Tensor, scale: float) -> torch.Tensor:
+def _scaled(sparse: torch.Tensor, scale: Scale) -> torch.Tensor:
     """`sparse`, coalesced, times `scale`; the tensor itself is not changed, since it may be somebody's gradient."""
-    if scale == 1.0:
+    if not multiplies(scale):
         return sparse
     return torch.sparse_coo_tensor(
         sparse._indices(), sparse._values() * scale, tuple(sparse.shape), check_invariants=False, is_coalesced=True

@@ -17,7 +17,7 @@ from ...comm.bucket import GradBucket
 from ...comm.collectives import Collectives
 from ...comm.hooks import hook_future, hook_result, launch_pending
 from ...comm.sparse import SparseSum
-from .bucket import Bucket, DenseBucket
+from .bucket import Bucket, DenseBucket, Scale
 from .sparse import SparseBucket
 
 _ALIGNED_ELEMENTS = 64
@@ -108,7 +108,7 @@ class Strategy(abc.ABC):
     def wait(self, bucket: DenseBucket, where: str) -> None:
         """Return when the body holds the mean."""
 
-    def scale_mean(self, bucket: Bucket, factor: float) -> None:
+    def scale_mean(self, bucket: Bucket, factor: Scale) -> None:
         """Multiply the mean that has come back."""
         bucket.scale_mean(factor)
 

@@ -44,6 +44,8 @@ _NONFINITE_AT = _GIVEN_UP_AT + 1
 _SETTINGS_AT = _NONFINITE_AT + 1
 _LATE_AT = _SETTINGS_AT + SETTINGS_BITS
 
+_Kind = tuple[torch.device, torch.dtype]
+
 # The largest count of ranks that each dtype adds up without rounding.
 _EXACT_RANKS = {torch.bfloat16: 2**8, torch.float16: 2**11}
 
@@ -73,7 +75,7 @@ class Reading:
     in_step: bool
     total_weight: float
     num_given_up: int
-    nested: bool
+    num_nested: int
     late_buckets: tuple[int, ...]
     usage: tuple[int, ...]
 
@@ -110,10 +112,11 @@ class Tail:
         self.numel = self._usage_at + num_params
         self.carried: Carried | None = None
         self.watch: Watch | None = None
-        self._written: dict[torch.dtype, list[torch.Tensor]] = {}
-        self._expected: dict[torch.dtype, list[torch.Tensor]] = {}
-        # By dtype and template, the digest that is in it.
-        self._digests: dict[torch.dtype, list[int]] = {}
+        self._powers: torch.Tensor | None = None
+        # By kind of tensor, a template per step; and which digest is in it.
+        self._written: dict[_Kind, list[torch.Tensor]] = {}
+        self._expected: dict[_Kind, list[torch.Tensor]] = {}
+        self._digests: dict[_Kind, list[int]] = {}
 
     def of_late_parts(self) -> Tail:
         """The tail of the bucket that carries what came late for this one."""
@@ -132,22 +135,30 @@ class Tail:
 
     def _template(self, like: torch.Tensor, step: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The healthy tail of a step, as each rank writes it and as it comes back."""
-        if like.dtype not in self._written:
-            healthy = [self._compose(step) for step in range(_STEP_PERIOD)]
-            summed = [values * self.world * self._scale for values in healthy]
-            self._written[like.dtype] = [values.to(like.device, like.dtype) for values in healthy]
-            self._expected[like.dtype] = [values.to(like.device, like.dtype) for values in summed]
-            self._digests[like.dtype] = [0] * _STEP_PERIOD
+        kind = (like.device, like.dtype)
+        if kind not in self._written:
+            healthy = torch.stack([self._compose(step) for step in range(_STEP_PERIOD)])
+            self._written[kind] = list(staged(healthy, like))
+            self._expected[kind] = list(staged(healthy * self.world * self._scale, like))
+            self._digests[kind] = [0] * _STEP_PERIOD
         place = step % _STEP_PERIOD
-        written, expected = self._written[like.dtype][place], self._expected[like.dtype][place]
-        digest = 0 if self.carried is None else self.carried.digest
-        if digest != self._digests[like.dtype][place]:
+        written, expected = self._written[kind][place], self._expected[kind][place]
+        if self.digest != self._digests[kind][place]:
             # Changed in place: settings may change in every step (a schedule of learning rates).
-            self._digests[like.dtype][place] = digest
-            bits = torch.tensor(_settings_bits(digest), dtype=torch.float64)
-            written[_SETTINGS_AT:_LATE_AT] = bits
-            expected[_SETTINGS_AT:_LATE_AT] = bits * self.world * self._scale
+            self._digests[kind][place] = self.digest
+            bits = torch.tensor(_settings_bits(self.digest), dtype=torch.float64)
+            written[_SETTINGS_AT:_LATE_AT] = staged(bits, like)
+            expected[_SETTINGS_AT:_LATE_AT] = staged(bits * self.world * self._scale, like)
         return written, expected
+
+    @property
+    def digest(self) -> int:
+        """What this rank's settings are now."""
+        return 0 if self.carried is None else self.carried.digest
+
+    def expected(self, like: torch.Tensor, step: int) -> torch.Tensor:
+        """What comes back if every rank writes the healthy tail of this step."""
+        return self._template(like, step)[1]
 
     def write(self, out: torch.Tensor, step: int) -> None:
         """The healthy tail: every parameter used, default weight, nothing late."""
@@ -161,7 +172,17 @@ class Tail:
     def write_weight(self, out: torch.Tensor, weight: float) -> None:
         fixed = round(weight * 2**_WEIGHT_FRACTION_BITS)
         bits = [1, *(fixed >> bit & 1 for bit in range(_WEIGHT_BITS))]
-        out[_WEIGHTED_AT:_NESTED_AT] = torch.tensor(bits, dtype=out.dtype, device=out.device)
+        out[_WEIGHTED_AT:_NESTED_AT] = staged(torch.tensor(bits, dtype=torch.float64), out)
+
+    def factor(self, summed: torch.Tensor) -> torch.Tensor:
+        """What the mean is to be multiplied with for the weights that the ranks gave: computed where the tail is."""
+        if self._powers is None or self._powers.device != summed.device:
+            powers = [2.0 ** (bit - _WEIGHT_FRACTION_BITS) for bit in range(_WEIGHT_BITS)]
+            self._powers = staged(torch.tensor([-1.0, *powers], dtype=torch.float64), summed, torch.float32)
+        said = (summed.real if summed.is_complex() else summed)[_WEIGHTED_AT:_NESTED_AT].to(torch.float32) / self._scale
+        # Of those who gave a weight, the weight; of the others 1.
+        total = self.world + (said * self._powers).sum()
+        return torch.where(total > 0, self.world / total, torch.zeros_like(total))
 
     def write_nested(self, out: torch.Tensor) -> None:
         out[_NESTED_AT] = 1
@@ -175,10 +196,10 @@ class Tail:
 
     def is_healthy(self, summed: torch.Tensor, step: int) -> bool:
         """Whether every rank wrote the healthy tail of this very step. One comparison."""
-        return torch.equal(summed, self._template(summed, step)[1])
+        return torch.equal(summed, self.expected(summed, step))
 
-    def read(self, summed: torch.Tensor, step: int) -> Reading:
-        """What the ranks said, in words."""
+    def read(self, summed: torch.Tensor, step: int, digest: int | None = None) -> Reading:
+        """What the ranks said, in words. `digest`: of this rank's settings at that step, if they are not those of now."""
         real = summed.real if summed.is_complex() else summed
         counts = [round(value / self._scale) for value in real.tolist()]
         fixed = sum(count << bit for bit, count in enumerate(counts[_WEIGHT_AT:_NESTED_AT]))
@@ -186,7 +207,7 @@ class Tail:
         in_step = counts[:_SIGNATURE_BITS] == [bit * self.world for bit in self._bits(step)]
         # Ranks that are not at the same step need not have the same settings.
         if in_step and self.carried is not None:
-            mine = [bit * self.world for bit in _settings_bits(self.carried.digest)]
+            mine = [bit * self.world for bit in _settings_bits(self.digest if digest is None else digest)]
             if counts[_SETTINGS_AT:_LATE_AT] != mine:
                 raise self.carried.differ(step)
         if in_step and counts[_NONFINITE_AT] and self.watch is not None:
@@ -195,10 +216,16 @@ class Tail:
             in_step=in_step,
             total_weight=default + fixed / 2**_WEIGHT_FRACTION_BITS,
             num_given_up=counts[_GIVEN_UP_AT],
-            nested=counts[_NESTED_AT] > 0,
+            num_nested=counts[_NESTED_AT],
             late_buckets=tuple(b for b, count in enumerate(counts[_LATE_AT : self._usage_at]) if count),
             usage=tuple(counts[self._usage_at :]),
         )
+
+
+def staged(values: torch.Tensor, like: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """`values` as a tensor like that one. To a device by pinned memory, so that the host does not wait for the copy."""
+    values = values.to(dtype or like.dtype)
+    return values if like.device.type == "cpu" else values.pin_memory().to(like.device, non_blocking=True)
 
 
 def _settings_bits(digest: int) -> list[int]:

@@ -15,7 +15,7 @@ import torch
 
 from ...comm.collectives import Collectives
 from ...ddp.reducer import Mean, Reducer
-from ...ddp.reducer.bucket import Bucket, DenseBucket
+from ...ddp.reducer.bucket import Bucket, DenseBucket, Scale
 from ...plan.shards import UNIT, shard_numel
 
 # Buckets under way at once. In the first stage nothing but time is lost by waiting, so that backward hardly ever waits
@@ -111,7 +111,7 @@ class ReduceScatter(Mean):
     def launch(self, bucket: DenseBucket) -> None:
         bucket.work = self.collectives.reduce_scatter(self.own(bucket), bucket.flat, self.transport_scale)
 
-    def scale_mean(self, bucket: Bucket, factor: float) -> None:
+    def scale_mean(self, bucket: Bucket, factor: Scale) -> None:
         self.own(cast("DenseBucket", bucket)).mul_(factor)
 
     def keep(self, bucket: DenseBucket) -> None:
