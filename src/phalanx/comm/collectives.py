@@ -81,7 +81,7 @@ class Collectives(abc.ABC):
         `changed` says why this rank asks, for the case that it asks alone. Every rank calls it at the same point. For what
         is set once or changes rarely: it waits for the slowest rank.
         """
-        if self.world > 1:
+        if self.world > 1 and self.board.reaches_others:
             agreement_of(self.board).agree(occasion, settings, self._nobody_comes, changed)
 
     def _nobody_comes(self, where: str, silent: bool) -> CommunicationError:

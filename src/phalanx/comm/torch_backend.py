@@ -39,7 +39,7 @@ class TorchCollectives(Collectives):
     def _launches(self, verb: str, tensor: torch.Tensor, root: int = -1) -> None:
         """Compare the first collective of each kind with that of the other ranks: the transport would not."""
         # Rows of sparse gradients travel as words of 64 bits, in sizes that the ranks have just told each other.
-        if self.world > 1 and tensor.dtype is not torch.int64:
+        if self.world > 1 and tensor.dtype is not torch.int64 and self.board.reaches_others:
             self._agreement.launches(verb, tensor, root, self._nobody_comes)
 
     @cached_property

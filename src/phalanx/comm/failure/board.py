@@ -66,7 +66,11 @@ class FailureBoard:
         self.world = group.size()
         self.timeout_s = group_timeout_s(group)
         self.launched = self.agreed = 0  # counted where ranks agree by the store (`agreement`)
-        self._shared = _store_of(group)
+        shared = _store_of(group)
+        # Notes on a store of this rank alone reach nobody, and nobody's reach us: failures are then known by what the
+        # transport says, and nothing can be asked of the others here.
+        self.reaches_others = shared is not None
+        self._shared = dist.HashStore() if shared is None else shared
         self._store = self.store_for("failures")
         # A rank's first error is the cause; those after it are consequences, and would only cover it up.
         self._posted = False
@@ -250,14 +254,12 @@ def group_timeout_s(group: dist.ProcessGroup) -> float:
     return float(dist.default_pg_timeout.total_seconds()) if hasattr(dist, "default_pg_timeout") else 1800.0
 
 
-def _store_of(group: dist.ProcessGroup) -> dist.Store:
-    """The store that the group's ranks share; one of this rank alone for a group that was made without."""
+def _store_of(group: dist.ProcessGroup) -> dist.Store | None:
+    """The store that the group's ranks share; None of a group that was made without."""
     try:
-        store = group.get_group_store()
+        return group.get_group_store()
     except RuntimeError:
-        store = None
-    # Notes on it reach nobody, and nobody's reach us: failures are then known by what the transport says.
-    return dist.HashStore() if store is None else store
+        return None
 
 
 # Weak: a board goes with its group, and must not be posted to afterwards.
