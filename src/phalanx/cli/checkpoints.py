@@ -8,12 +8,10 @@ from typing import Any
 import click
 from rich.table import Table
 
-from phalanx.checkpoint import convert
-from phalanx.checkpoint.source import CheckpointSource, read_torch_file
 from phalanx.checkpoint.storage import library
 from phalanx.checkpoint.storage.disk import disk_of
 from phalanx.checkpoint.storage.library import Entry, Keep
-from phalanx.cli.console import bytes_in_words, console, quantity, say, visible
+from phalanx.cli.console import bytes_in_words, console, importing, quantity, say, visible
 from phalanx.errors import ConfigError
 
 _STEP = click.option("--step", type=int, help="The step; the newest by default.")
@@ -130,6 +128,9 @@ def export(ctx: click.Context, form: str, target: str, step: int | None) -> int:
     disk, entry = _chosen(ctx, step)
     for problem in library.problems(disk, entry):
         raise ConfigError(f"it is not whole, and is not exported: {problem}")
+    with importing():
+        from phalanx.checkpoint import convert
+        from phalanx.checkpoint.source import CheckpointSource
     source = CheckpointSource(disk, entry)
     {"dcp": convert.to_dcp, "torch": convert.to_torch, "safetensors": convert.to_safetensors}[form](source, target)
     say(f"step {entry.step} is in {target}")
@@ -143,6 +144,9 @@ def export(ctx: click.Context, form: str, target: str, step: int | None) -> int:
 @click.pass_context
 def import_(ctx: click.Context, form: str, origin: str, step: int | None) -> int:
     """Make a checkpoint of ORIGIN, a folder of dcp or a file of torch.save. Reading dcp unpickles: only what you trust."""
+    with importing():
+        from phalanx.checkpoint import convert
+        from phalanx.checkpoint.source import read_torch_file
     source = convert.read_dcp(origin) if form == "dcp" else read_torch_file(origin)
     disk, folder = ctx.obj
     name = convert.write_source(source, disk, folder, step)
