@@ -274,5 +274,5 @@ if __name__ == "__main__":
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50, env=environ)
     assert found.returncode == 0, found.stderr
-    # The share, and a Python of some megabytes.
-    assert 0.9 < float(found.stdout) < 1.4
+    # The share, and a Python of some megabytes, a few more where the heap had to grow. Two shares would be two.
+    assert 0.9 < float(found.stdout) < 1.7
