@@ -6,6 +6,7 @@ Read from the source with `ast`, so that imports inside functions and under TYPE
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -84,6 +85,8 @@ LADDERS = ("zero", "checkpoint")
 
 NAMELESS = {"utils", "util", "common", "helpers", "helper", "misc"}
 MAX_LINES = 500
+# A dozen, its `__init__`, and one more: in a room with more files one does not know one's way.
+MAX_FILES = 14
 
 
 def _modules() -> dict[str, Path]:
@@ -236,6 +239,11 @@ def test_the_writer_of_checkpoints_imports_no_torch() -> None:
 def test_every_file_and_folder_has_a_name_that_says_what_it_holds() -> None:
     nameless = [p for p in _source_files() if NAMELESS & {*p.relative_to(ROOT).parts, p.stem}]
     assert not nameless
+
+
+def test_no_room_has_more_files_than_it_may() -> None:
+    rooms = Counter(path.parent for path in sorted(PACKAGE.rglob("*.py")))
+    assert not {str(room.relative_to(ROOT)): n for room, n in rooms.items() if n > MAX_FILES}
 
 
 def test_no_file_is_longer_than_it_may_be() -> None:

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import phalanx
-from phalanx.ddp.reducer.tail import exact_ranks
+from phalanx.ddp.buckets.tail import exact_ranks
 from tests.cluster import run_ranks
 from tests.ddp.zoo import batch, make
 

@@ -161,7 +161,7 @@ def test_a_nested_backward_of_a_users_own_function_is_right_too(width: int, back
 
 
 def count_late_parts(rank: int, world: int) -> list[int]:
-    from phalanx.ddp.reducer import flight
+    from phalanx.ddp.passes import flight
 
     model, _ = made(LARGE)
     wrapped = phalanx.DistributedDataParallel(model, bucket_cap_mb=cap_mb(LARGE))

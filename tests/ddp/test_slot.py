@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from phalanx.ddp.reducer import slot
-from phalanx.ddp.reducer.slot import (
+from phalanx.ddp.buckets import slot
+from phalanx.ddp.buckets.slot import (
     ABSENT,
     COPIED,
     GIVEN,

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.ddp.reducer.tail import Reading, Tail, check_weight, exact_ranks
+from phalanx.ddp.buckets.tail import Reading, Tail, check_weight, exact_ranks
 from phalanx.errors import ConfigError
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64]

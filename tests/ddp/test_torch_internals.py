@@ -10,8 +10,8 @@ import torch
 from torch.autograd import Variable
 from torch.utils.checkpoint import checkpoint
 
+from phalanx.ddp.buckets.memory import is_unshared, references
 from phalanx.ddp.engine import BackwardEnd, accumulates, call_in_enclosing, enclosing_function
-from phalanx.ddp.reducer.memory import is_unshared, references
 
 
 def test_the_running_backward_has_an_id_and_a_nested_one_another() -> None:
@@ -229,9 +229,9 @@ def test_the_outer_pass_goes_on_to_a_node_whose_prehook_was_registered_meanwhile
     )
 
 
-# -- ddp/reducer/memory.py: who holds a gradient ---------------------------------------------------
+# -- ddp/buckets/memory.py: who holds a gradient ---------------------------------------------------
 
-_MEMORY = "ddp/reducer/memory.py frees a gradient that nobody else holds, as these counts say"
+_MEMORY = "ddp/buckets/memory.py frees a gradient that nobody else holds, as these counts say"
 
 
 def test_a_tensor_that_only_its_list_holds_is_told_from_one_that_is_shared() -> None:

@@ -17,7 +17,7 @@ import torch
 from phalanx import GradBucket
 from phalanx.comm import hooks
 from phalanx.comm.torch_backend import TorchCollectives
-from phalanx.ddp.reducer.bucket import DenseBucket
+from phalanx.ddp.buckets.bucket import DenseBucket
 from phalanx.ddp.reducer.strategy import AllReduce, Strategy
 
 from . import futures
@@ -222,7 +222,7 @@ MISTAKES: dict[str, Mistake] = {
         "zero alone, by parameter, without buffers", _no_wait("zero/partition/parameter.py")
     ),
     "no wait for the norm": Mistake("zero overlapped, later, clipped", _no_wait("zero/clipping.py")),
-    "no wait for left factors": Mistake("hook powersgd", _no_wait("comm/hooks/round.py")),
+    "no wait for left factors": Mistake("hook powersgd", _no_wait("comm/hooks/compress/round.py")),
     "all-reduce launched elsewhere": Mistake("ddp plain", _on_other_stream(TorchCollectives, "all_reduce")),
     "reduce-scatter launched elsewhere": Mistake("zero overlapped", _on_other_stream(TorchCollectives, "reduce_scatter")),
     "all-gather launched elsewhere": Mistake("zero alone", _on_other_stream(TorchCollectives, "all_gather")),

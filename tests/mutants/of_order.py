@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from tests.mutants.mutation import Mutation
 
-FLIGHT = "src/phalanx/ddp/reducer/flight.py"
+FLIGHT = "src/phalanx/ddp/passes/flight.py"
 HOOKS = "src/phalanx/ddp/reducer/hooks.py"
-ORDER = "src/phalanx/ddp/reducer/order.py"
+ORDER = "src/phalanx/ddp/passes/order.py"
 REDUCER = "src/phalanx/ddp/reducer/reducer.py"
 MODULE = "src/phalanx/ddp/module.py"
 TESTS = "tests/ddp/test_several_wrappers.py"

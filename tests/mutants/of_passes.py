@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from tests.mutants.mutation import Mutation
 
-FLIGHT = "src/phalanx/ddp/reducer/flight.py"
-LATE = "src/phalanx/ddp/reducer/late.py"
-TAIL = "src/phalanx/ddp/reducer/tail.py"
-SHARES = "src/phalanx/ddp/reducer/shares.py"
+FLIGHT = "src/phalanx/ddp/passes/flight.py"
+LATE = "src/phalanx/ddp/passes/late.py"
+TAIL = "src/phalanx/ddp/buckets/tail.py"
+SHARES = "src/phalanx/ddp/passes/shares.py"
 STRATEGY = "src/phalanx/ddp/reducer/strategy.py"
 REDUCER = "src/phalanx/ddp/reducer/reducer.py"
-ARMING = "src/phalanx/ddp/reducer/arming.py"
-SETTLING = "src/phalanx/ddp/reducer/settling.py"
-JOINED = "src/phalanx/ddp/reducer/joined.py"
+ARMING = "src/phalanx/ddp/passes/arming.py"
+SETTLING = "src/phalanx/ddp/passes/settling.py"
+JOINED = "src/phalanx/ddp/passes/joined.py"
 
 MUTATIONS = (
     Mutation(

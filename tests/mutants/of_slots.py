@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from tests.mutants.mutation import Mutation
 
-SLOT = "src/phalanx/ddp/reducer/slot.py"
-BUCKET = "src/phalanx/ddp/reducer/bucket.py"
-MEMORY = "src/phalanx/ddp/reducer/memory.py"
-SPARSE = "src/phalanx/ddp/reducer/sparse.py"
+SLOT = "src/phalanx/ddp/buckets/slot.py"
+BUCKET = "src/phalanx/ddp/buckets/bucket.py"
+MEMORY = "src/phalanx/ddp/buckets/memory.py"
+SPARSE = "src/phalanx/ddp/buckets/sparse.py"
 HOOKS = "src/phalanx/ddp/reducer/hooks.py"
 
 MUTATIONS = (

@@ -31,6 +31,7 @@ from ..plan import BucketPlan, build_plan, specs_of
 from ..plan.buckets import DEFAULT_CAP_BYTES
 from . import arguments
 from .agreement import verify_same
+from .buckets.tail import check_weight
 from .features.buffers import BufferHookLocation, BufferSync
 from .features.bypass import Bypass
 from .features.dist_autograd import current_context, gradients_of_context
@@ -44,10 +45,9 @@ from .features.torch_in_backward import torch_in_backward
 from .frames import call, hides_from_dynamo, report_uncompiled, transparent, untraced
 from .like_torch.base import TorchBase
 from .like_torch.steps import REFUSED_ATTRIBUTES
+from .passes.arming import Forward
+from .passes.order import order_of
 from .reducer import HookStrategy, Reducer, ReducerOptions
-from .reducer.arming import Forward
-from .reducer.order import order_of
-from .reducer.tail import check_weight
 from .statistics import Statistics, summarise
 from .structure import map_tensors, may_nest, watch
 from .timeline import Timeline

@@ -17,7 +17,7 @@ from ..observe.live.pulse import COMPUTING, WAITING, pulse
 from .reducer.listener import Listener
 
 if TYPE_CHECKING:
-    from .reducer.bucket import Bucket
+    from .buckets.bucket import Bucket
     from .reducer.reducer import Reducer
 
 

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.comm.hooks import Int8State, PowerSGDState, TopKState
-from phalanx.comm.hooks.int8 import dequantise, quantise
-from phalanx.comm.hooks.lowrank import as_matrix, is_worth_it, orthonormal, random_factor
-from phalanx.comm.hooks.residual import Residuals
-from phalanx.comm.hooks.topk import largest, select
+from phalanx.comm.hooks.compress.int8 import dequantise, quantise
+from phalanx.comm.hooks.compress.lowrank import as_matrix, is_worth_it, orthonormal, random_factor
+from phalanx.comm.hooks.compress.residual import Residuals
+from phalanx.comm.hooks.compress.topk import largest, select
 from phalanx.errors import ConfigError, StateError
 from tests.comm.hooks.buckets import Layout, make_bucket
 

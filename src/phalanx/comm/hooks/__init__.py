@@ -5,14 +5,14 @@ has to keep to, `foreign` runs those of torch. Design: docs/design/hooks.md.
 """
 
 from .allreduce import allreduce_hook, noop_hook
+from .compress.half import bf16_compress_hook, bf16_compress_wrapper, fp16_compress_hook, fp16_compress_wrapper
+from .compress.int8 import Int8State, int8_hook
+from .compress.powersgd import PowerSGDState, powerSGD_hook
+from .compress.topk import TopKState, topk_hook
 from .contract import Hook, check_hook, hook_future, hook_result
 from .foreign import adopt_hook, one_bucket_at_a_time
 from .future import launch_pending
-from .half import bf16_compress_hook, bf16_compress_wrapper, fp16_compress_hook, fp16_compress_wrapper
-from .int8 import Int8State, int8_hook
-from .powersgd import PowerSGDState, powerSGD_hook
 from .state import HookState
-from .topk import TopKState, topk_hook
 from .wanted import check_state
 
 __all__ = [

@@ -7,10 +7,10 @@ import torch.distributed as dist
 from ...errors import ArgumentTypeError
 from ..collectives import Collectives
 from .allreduce import allreduce_hook
-from .half import bf16_compress_hook, fp16_compress_hook
-from .int8 import Int8State, int8_hook
-from .powersgd import PowerSGDState, powerSGD_hook
-from .topk import TopKState, topk_hook
+from .compress.half import bf16_compress_hook, fp16_compress_hook
+from .compress.int8 import Int8State, int8_hook
+from .compress.powersgd import PowerSGDState, powerSGD_hook
+from .compress.topk import TopKState, topk_hook
 
 _GROUP = (dist.ProcessGroup, Collectives, type(None))
 _WANTED: dict[object, tuple[type, ...]] = {

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from ..reducer.bucket import Bucket
+from ..buckets.bucket import Bucket
 from ..reducer.listener import Listener
 
 

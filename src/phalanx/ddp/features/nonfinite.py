@@ -21,9 +21,9 @@ from collections.abc import Sequence
 import torch
 
 from ...errors import ConfigError, ReductionError
+from ..buckets.bucket import Bucket, DenseBucket
+from ..buckets.sparse import SparseBucket
 from ..reducer import Listener, Reducer
-from ..reducer.bucket import Bucket, DenseBucket
-from ..reducer.sparse import SparseBucket
 
 _EXCHANGE_S = 5.0
 

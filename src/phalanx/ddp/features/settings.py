@@ -21,8 +21,8 @@ from typing import Protocol
 
 from ...comm.failure.agreement import differences, encode
 from ...errors import MismatchError
+from ..buckets.tail import SETTINGS_BITS
 from ..reducer import Listener, Reducer
-from ..reducer.tail import SETTINGS_BITS
 
 _EXCHANGE_S = 5.0
 

@@ -1,4 +1,4 @@
-"""The reducer's room. Read `slot` (a gradient's life), `state` (a pass's), `reducer` (when), `strategy` (how)."""
+"""The reducer's room. Read `reducer` (when), `strategy` (how), `hooks` (the hot path)."""
 
 from .listener import Listener
 from .reducer import Reducer, ReducerOptions

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, TypeAlias, cast
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from ..buckets import slot
 from ..frames import untraced
 from ..messages import changed_graph
-from . import slot
-from .state import OBSERVING
+from ..passes.state import OBSERVING
 
 if TYPE_CHECKING:
-    from .bucket import DenseBucket
+    from ..buckets.bucket import DenseBucket
     from .reducer import Reducer
 
 # One function for all parameters, bound to its arguments: a closure each would be five times the memory.

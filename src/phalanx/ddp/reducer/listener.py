@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .bucket import Bucket
+    from ..buckets.bucket import Bucket
 
 
 class Listener:

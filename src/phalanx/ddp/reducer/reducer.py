@@ -25,24 +25,24 @@ from ...comm.memory.heap import trim_heap
 from ...errors import PhalanxError, ReductionError
 from ...plan import Bucket as PlannedBucket
 from ...plan import BucketPlan
+from ..buckets import slot
+from ..buckets.bucket import Bucket, DenseBucket
+from ..buckets.sparse import SparseBucket
+from ..buckets.tail import Tail, exact_ranks
 from ..engine import current_backward
 from ..frames import untraced
 from ..like_torch.reducer import TorchReducer
 from ..messages import torn, unused_everywhere
-from . import slot
-from .arming import Arming, Ending, Forward
-from .bucket import Bucket, DenseBucket
-from .flight import Pass
+from ..passes.arming import Arming, Ending, Forward
+from ..passes.flight import Pass
+from ..passes.joined import give_up, shadow
+from ..passes.order import order_of, take_turns
+from ..passes.settling import ChooseBuckets, PlanMemory, PlanState, Usage, fix, settle
+from ..passes.state import FAILED, IDLE, OBSERVING, REDUCING, PassState
+from ..passes.verdict import LateVerdicts
 from .hooks import GradientHooks
-from .joined import give_up, shadow
 from .listener import Listener
-from .order import order_of, take_turns
-from .settling import ChooseBuckets, PlanMemory, PlanState, Usage, fix, settle
-from .sparse import SparseBucket
-from .state import FAILED, IDLE, OBSERVING, REDUCING, PassState
 from .strategy import AllReduce, Strategy
-from .tail import Tail, exact_ranks
-from .verdict import LateVerdicts
 
 
 @dataclass(slots=True)

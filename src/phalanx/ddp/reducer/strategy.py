@@ -17,8 +17,8 @@ from ...comm.bucket import GradBucket
 from ...comm.collectives import Collectives
 from ...comm.hooks import hook_future, hook_result, launch_pending
 from ...comm.sparse import SparseSum
-from .bucket import Bucket, DenseBucket, Scale
-from .sparse import SparseBucket
+from ..buckets.bucket import Bucket, DenseBucket, Scale
+from ..buckets.sparse import SparseBucket
 
 _ALIGNED_ELEMENTS = 64
 _KNOWN = ("phalanx.", "torch.")

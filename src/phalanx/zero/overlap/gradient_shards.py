@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ...ddp.reducer.bucket import Bucket, DenseBucket
+from ...ddp.buckets.bucket import Bucket, DenseBucket
 from ...errors import ReductionError
 from ..partition.shard import LiveSlice, Shard
 from ..state.sharded_optimizer import ShardedOptimizer

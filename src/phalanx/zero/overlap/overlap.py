@@ -23,10 +23,10 @@ from typing import Any
 
 import torch
 
+from ...ddp.buckets.bucket import Bucket, DenseBucket
 from ...ddp.messages import torn
 from ...ddp.module import DistributedDataParallel
 from ...ddp.reducer import AllReduce, HookStrategy, Listener, Reducer, Strategy
-from ...ddp.reducer.bucket import Bucket, DenseBucket
 from ...ddp.wrappers import known_wrappers, listen
 from ...errors import ConfigError, MismatchError, ReductionError
 from ...plan import BucketCaps, BucketPlan, build_plan

@@ -14,8 +14,8 @@ from typing import Protocol, cast
 import torch
 
 from ...comm.collectives import Collectives
+from ...ddp.buckets.bucket import Bucket, DenseBucket, Scale
 from ...ddp.reducer import Mean, Reducer
-from ...ddp.reducer.bucket import Bucket, DenseBucket, Scale
 from ...plan.shards import UNIT, shard_numel
 
 # Buckets under way at once. In the first stage nothing but time is lost by waiting, so that backward hardly ever waits

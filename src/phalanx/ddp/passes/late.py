@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from ..buckets import slot
+from ..buckets.bucket import Bucket, Stage
+from ..buckets.slot import ABSENT, LATE, LOCAL
 from ..messages import too_late
-from . import slot
-from .bucket import Bucket, Stage
-from .slot import ABSENT, LATE, LOCAL
 
 if TYPE_CHECKING:
     from .flight import Pass

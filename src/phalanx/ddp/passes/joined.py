@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .bucket import Bucket, Stage
+from ..buckets.bucket import Bucket, Stage
 
 if TYPE_CHECKING:
     from .flight import Pass

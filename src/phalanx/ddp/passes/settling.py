@@ -20,12 +20,12 @@ from ...comm.collectives import Collectives
 from ...errors import ReductionError
 from ...plan import Bucket as PlannedBucket
 from ...plan import BucketPlan, plan_of, replan
+from ..buckets import slot
+from ..buckets.bucket import Bucket, Stage
 from ..messages import nothing_left
-from . import slot
-from .bucket import Bucket, Stage
 
 if TYPE_CHECKING:
-    from .reducer import Reducer
+    from ..reducer.reducer import Reducer
 
 # Buckets for an observed order, as parameter indices: how the compiler says where it has cut the model.
 ChooseBuckets = Callable[[BucketPlan, Sequence[int]], list[list[int]]]

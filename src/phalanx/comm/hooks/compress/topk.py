@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from ..bucket import GradBucket
-from .allreduce import allreduce_hook
-from .group import GroupLike
+from ...bucket import GradBucket
+from ..allreduce import allreduce_hook
+from ..group import GroupLike
+from ..state import HookState, check_number
 from .residual import Residuals, accumulation_dtype
-from .state import HookState, check_number
 
 # Half of what a value costs is its index, so not the 64 bits that would fit any tensor.
 _INDEX = torch.int32

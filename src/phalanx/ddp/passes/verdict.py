@@ -21,9 +21,9 @@ from ...errors import PhalanxError, ReductionError
 from ..messages import nests_elsewhere, out_of_step, unequal
 
 if TYPE_CHECKING:
-    from .bucket import Bucket
-    from .reducer import Reducer
-    from .tail import Tail
+    from ..buckets.bucket import Bucket
+    from ..buckets.tail import Tail
+    from ..reducer.reducer import Reducer
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 if TYPE_CHECKING:
+    from ..reducer.reducer import Reducer
     from .arming import Ending
-    from .reducer import Reducer
 
 
 class LaunchOrder:

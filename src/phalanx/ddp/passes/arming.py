@@ -31,7 +31,7 @@ from ..engine import BackwardEnd, accumulates, call_in_enclosing, current_backwa
 from ..structure import Watched
 
 if TYPE_CHECKING:
-    from .reducer import Reducer
+    from ..reducer.reducer import Reducer
 
 # Forwards that wait for their backward. A loop that evaluates without torch.no_grad() must not make it grow.
 _MOST_WAITING = 64

@@ -14,14 +14,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...errors import ReductionError, StateError
-from ..bucket import GradBucket
-from .allreduce import allreduce_hook
-from .group import GroupLike
+from ....errors import ReductionError, StateError
+from ...bucket import GradBucket
+from ..allreduce import allreduce_hook
+from ..group import GroupLike
+from ..state import HookState, check_number
 from .lowrank import as_matrix, is_worth_it, orthonormal, random_factor
 from .residual import Residuals, accumulation_dtype
 from .round import Batch, Plain, Round
-from .state import HookState, check_number
 
 logger = logging.getLogger(__name__)
 

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from ...errors import ConfigError
-from ..bucket import GradBucket
-from .allreduce import allreduce_hook
-from .group import GroupLike
+from ....errors import ConfigError
+from ...bucket import GradBucket
+from ..allreduce import allreduce_hook
+from ..group import GroupLike
+from ..state import HookState, check_number
 from .residual import Residuals, accumulation_dtype
-from .state import HookState, check_number
 
 _LIMIT = 127.0
 _SCALE_BYTES = 4

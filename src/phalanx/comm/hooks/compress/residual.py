@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ...errors import StateError
-from ..bucket import GradBucket
+from ....errors import StateError
+from ...bucket import GradBucket
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -16,9 +16,9 @@ from typing import Any, Protocol
 
 import torch
 
-from ..bucket import GradBucket
-from ..collectives import Collectives, Work
-from .future import PendingFuture
+from ...bucket import GradBucket
+from ...collectives import Collectives, Work
+from ..future import PendingFuture
 from .lowrank import orthonormal
 
 

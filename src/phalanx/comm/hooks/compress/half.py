@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from ..bucket import GradBucket
-from .allreduce import allreduce_hook
-from .contract import Hook, hook_result
-from .group import GroupLike, collectives_from
+from ...bucket import GradBucket
+from ..allreduce import allreduce_hook
+from ..contract import Hook, hook_result
+from ..group import GroupLike, collectives_from
 
 
 def fp16_compress_hook(process_group: GroupLike, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

@@ -79,7 +79,7 @@ def _move(states: bytearray, table: bytes, event: str) -> None:
     if _IMPOSSIBLE in after:
         place = after.index(_IMPOSSIBLE)
         state = SlotState(states[place])
-        raise AssertionError(f"slot {place} is {state.name}, which knows no {event!r} (see ddp/reducer/slot.py)")
+        raise AssertionError(f"slot {place} is {state.name}, which knows no {event!r} (see ddp/buckets/slot.py)")
     states[:] = after
 
 

@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from ...errors import ReductionError
+from ..buckets.bucket import Bucket, DenseBucket, Stage
+from ..buckets.tail import Reading
 from ..messages import nests_elsewhere, out_of_step, unequal
-from .bucket import Bucket, DenseBucket, Stage
 from .late import reduce_late_part
 from .settling import PlanState, find_late, mark_promised
 from .shares import Shares, agree_on_shares
 from .state import FAILED, FLUSHING, OBSERVING, REDUCING, PassState
-from .tail import Reading
 
 if TYPE_CHECKING:
-    from .reducer import Reducer
+    from ..reducer.reducer import Reducer
 
 
 class Pass:

@@ -1,0 +1,1 @@
+"""Hooks that send less than the gradient, and what they keep of it for the next step."""
