@@ -255,8 +255,9 @@ def held(pid):
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
 
 if __name__ == "__main__":
-    share = 64_000_000
-    model = torch.nn.Linear(4000, 4000, bias=False)
+    # Large beside the writer's own Python and what a heap grows by, some 25 MB together, which are not the share's.
+    share = 256_000_000
+    model = torch.nn.Linear(8000, 8000, bias=False)
     checkpointer = Checkpointer({str(tmp_path)!r}, model)
     before, most = held(os.getpid()), 0
     for step in range(2):
@@ -275,4 +276,4 @@ if __name__ == "__main__":
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50, env=environ)
     assert found.returncode == 0, found.stderr
     # The share, and a Python of some megabytes, a few more where the heap had to grow. Two shares would be two.
-    assert 0.9 < float(found.stdout) < 1.7
+    assert 0.9 < float(found.stdout) < 1.4

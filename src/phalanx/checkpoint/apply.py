@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..ddp.reducer.settling import PlanMemory
+from ..ddp.passes.settling import PlanMemory
 from ..errors import PlanError, StateError
 from ..plan import BucketPlan
 from ..zero.optimizer import ZeroRedundancyOptimizer

@@ -7,6 +7,7 @@ anonymous file that both see: made once, filled by the training process, read by
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import json
 import mmap
@@ -70,7 +71,7 @@ class SharedMemory:
         self._finalizer()
 
 
-class Writer:
+class Writer(abc.ABC):
     """Whoever writes for this rank: one job at a time. `poll` says how it stands without waiting."""
 
     def __init__(self) -> None:
@@ -100,10 +101,6 @@ class Writer:
     def give_up(self) -> None:
         """Forget the job: another rank's part of it failed, so that it never comes to be."""
         self.save = None
-        self._abandon()
-
-    def _abandon(self) -> None:
-        """Whoever waits for the other ranks need not wait any longer."""
 
     def _take(self, report: dict[str, Any]) -> None:
         if report["state"] == WARNING:
@@ -115,18 +112,21 @@ class Writer:
         if report["state"] in (DONE, FAILED):
             self._outcome = report.get("text", "")
 
+    @abc.abstractmethod
     def _start(self) -> None:
-        raise NotImplementedError
+        """Be ready for jobs; called before each, also after the writer has ended by itself."""
 
+    @abc.abstractmethod
     def _send(self, job: Job) -> None:
-        raise NotImplementedError
+        """Hand the job over."""
 
+    @abc.abstractmethod
     def _reports(self, wait_s: float) -> list[dict[str, Any]]:
-        raise NotImplementedError
+        """What the writer has said since the last call, after waiting so long for it at the most."""
 
+    @abc.abstractmethod
     def close(self) -> None:
         """Return when the writer has finished what it has, and is gone."""
-        raise NotImplementedError
 
 
 class WriterProcess(Writer):
@@ -182,7 +182,8 @@ class WriterProcess(Writer):
         *lines, self._unread = (self._unread + data).split(b"\n")
         return [json.loads(line) for line in lines]
 
-    def _abandon(self) -> None:
+    def give_up(self) -> None:
+        super().give_up()
         if self._process is not None:
             # It holds nothing that anybody waits for; the next job gets a new one.
             self._process.kill()
