@@ -59,7 +59,7 @@ facts = {
     "limits": [resource.getrlimit(number) for number in range(16)],
     "scheduling": [os.nice(0), sorted(os.sched_getaffinity(0))],
     "gc": [gc.isenabled(), gc.get_threshold()], "recursion": sys.getrecursionlimit(),
-    "torch": [torch.get_num_threads(), torch.get_num_interop_threads(), torch.is_grad_enabled(), str(torch.get_default_dtype())],
+    "torch": [torch.get_num_threads(), torch.get_num_interop_threads(), torch.is_grad_enabled()],
     "cuda": torch.cuda.is_initialized(), "faulthandler": faulthandler.is_enabled(),
     "process": [multiprocessing.current_process().name, multiprocessing.parent_process() is None],
     "start method": multiprocessing.get_start_method(),

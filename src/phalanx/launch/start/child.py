@@ -9,7 +9,6 @@ import signal
 import time
 from collections.abc import Callable, Iterable
 
-
 UNKNOWN = 255
 """The exit code of a process that somebody else reaped, so that nobody can tell how it ended."""
 
