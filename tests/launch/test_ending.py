@@ -81,7 +81,10 @@ def wait_until_gone(pids: list[int], seconds: float) -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("mood", ["polite", "deaf"])
 def test_a_signal_ends_workers_and_their_children(tmp_path: Path, number: signal.Signals, mood: str) -> None:
-    run = Forever(tmp_path, mood, cold=number is signal.SIGINT and mood == "deaf")
+    cold = number is signal.SIGINT and mood == "deaf"
+    run = Forever(tmp_path, mood, cold=cold)
+    libraries = Path(f"/proc/{run.process.pid}/maps").read_text()
+    assert ("libtorch" in libraries) is not cold, "a launcher imports no torch (a warm one came with it)"
     seconds, errors = run.end(number)
     assert run.process.returncode == 128 + number
     wait_until_gone(run.workers + run.children, 5)

@@ -321,6 +321,20 @@ def test_a_starter_that_falls_silent_leaves_nothing_half_started(tmp_path: Path,
     starter.close()
 
 
+def test_where_children_are_not_handed_over_workers_are_started_plainly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @contextlib.contextmanager
+    def pretending() -> Iterator[bool]:
+        yield True  # and process 1 gets them
+
+    with without_kept_starter():
+        monkeypatch.setattr("phalanx.launch.start.starter.adopting", pretending)
+        run = Launched(tmp_path, "print('all the same')", nproc=1, max_restarts=1)
+    assert run.outcome.exitcode == 0 and run.said(0) == ["all the same"], run.lines
+    assert run.start == "plain (the system gave the worker to another process)"
+
+
 def test_another_environment_needs_another_starter() -> None:
     starter, environ = starter_and()
     assert starter.fits(environ) and starter.fits({**environ, "RANK": "7", "CUBLAS": "x", "PHALANX_TRACE_DIR": "/x"})

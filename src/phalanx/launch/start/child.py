@@ -21,8 +21,7 @@ class Child:
         self.pid = pid
         self.exitcode: int | None = None
         self._reap = poll or self._wait_without_hanging
-        # Readable when it has ended. Systems without it are polled.
-        self._pidfd = os.pidfd_open(pid) if hasattr(os, "pidfd_open") else -1
+        self._pidfd = _pidfd(pid)
 
     def poll(self) -> int | None:
         """Its exit code, or None while it runs."""
@@ -61,6 +60,14 @@ class Child:
     def sentinel(self) -> int:
         """A descriptor that is readable once it has ended; -1 where there is none."""
         return self._pidfd
+
+
+def _pidfd(pid: int) -> int:
+    """Readable when the process has ended; -1 on systems that have no such thing, where it is polled."""
+    try:
+        return os.pidfd_open(pid) if hasattr(os, "pidfd_open") else -1
+    except OSError:
+        return -1
 
 
 def wait_for_any(children: Iterable[Child], timeout_s: float) -> None:

@@ -127,7 +127,10 @@ class Starter:
         """
         if self.fault:
             raise StarterGone(self.fault)
-        with adopting():
+        with adopting() as is_adopting:
+            if not is_adopting:
+                self.fault = "this system does not hand children over"
+                raise StarterGone(self.fault)
             known = child_pids()
             try:
                 self._send(order)
@@ -140,13 +143,22 @@ class Starter:
                 self._end_half_started(known)
         if answer is None or "pid" not in answer:
             raise StarterGone(self.fault or f"the system refused to fork: {answer and answer.get('refused')}")
-        return Child(int(answer["pid"]))
+        return self._adopted(int(answer["pid"]))
 
     def close(self) -> None:
         """End it. What it started goes on. Closing twice is harmless."""
         self.fault = self.fault or "it was closed"
         self._connection.close()
         self._child.kill()
+
+    def _adopted(self, pid: int) -> Child:
+        try:
+            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            # A worker ends by itself when its parent is not its launcher.
+            self.fault = "the system gave the worker to another process"
+            raise StarterGone(self.fault) from None
+        return Child(pid)
 
     def _send(self, order: Order) -> None:
         streams = {0: order.stdin, 1: order.stdout, 2: order.stderr, **{number: number for number in order.kept}}
@@ -199,13 +211,16 @@ def _read_at_import(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def adopting() -> Iterator[None]:
-    """Meanwhile processes below this one whose parent ends become our children, and not those of process 1."""
+def adopting() -> Iterator[bool]:
+    """Meanwhile processes below this one whose parent ends become our children, and not those of process 1.
+
+    False where the system knows no such thing.
+    """
     libc, before = ctypes.CDLL(None), ctypes.c_int(0)
     libc.prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0)
-    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    succeeded = libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
     try:
-        yield
+        yield succeeded
     finally:
         libc.prctl(_PR_SET_CHILD_SUBREAPER, before.value, 0, 0, 0)
 

@@ -34,8 +34,6 @@ Program = Callable[[list[str]], Any]
 
 MOST_DESCRIPTORS = 64
 _PACKET_BYTES = 1 << 16
-# Beyond what a process has by itself: where received descriptors wait until the numbers they are for are free.
-_PARKING = 512
 
 
 @dataclass(frozen=True)
@@ -203,7 +201,8 @@ def _become(order: dict[str, Any], received: list[int], between: int, loaded: Lo
 
 def _place(received: list[int], numbers: list[int]) -> None:
     """Give each received descriptor the number it was sent for. Standard streams that were not sent are closed."""
-    parked = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, _PARKING) for descriptor in received]
+    # Above all that are wanted, until these are free: one that came under the number of another would be overwritten.
+    parked = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, max(numbers) + 1) for descriptor in received]
     _close(received)
     if 0 not in numbers:
         with contextlib.suppress(OSError):
