@@ -41,9 +41,17 @@ def below(pid: int) -> list[psutil.Process]:
     return [*psutil.Process(pid).children(recursive=True), *descendants_of(pid)]
 
 
+def runs(process: psutil.Process) -> bool:
+    """One that waits to be reaped by whoever it was left to does not."""
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
 def gone(pid: int, seen: list[psutil.Process], seconds: float = 3.0) -> bool:
     deadline = time.monotonic() + seconds
-    while (left := [one for one in seen if one.is_running()] + descendants_of(pid)) and time.monotonic() < deadline:
+    while (left := [one for one in seen if runs(one)] + descendants_of(pid)) and time.monotonic() < deadline:
         time.sleep(0.05)
     return not left
 

@@ -181,6 +181,9 @@ def _become(order: dict[str, Any], received: list[int], between: int, loaded: Lo
         while words:
             words = words[os.write(stream, words) :]
     os.chdir(order["cwd"])
+    if "multiprocessing.process" in sys.modules:
+        # Where a spawned child of this worker looks for a script that was named by a relative path; noted at import.
+        sys.modules["multiprocessing.process"].ORIGINAL_DIR = order["cwd"]  # type: ignore[attr-defined]
     os.umask(order["umask"])
     os.environ.clear()
     os.environ.update(order["environ"])
