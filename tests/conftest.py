@@ -15,8 +15,10 @@ import hypothesis
 import pytest
 
 from tests import schedule
+from tests.cluster.command import stop_starter, use_for_launches
 from tests.cluster.leaks import RUN_VARIABLE, Leak, Snapshot, find_leaks, take_snapshot
 from tests.cluster.pool import stop_pool
+from tests.cluster.process import SEARCH_PATH
 
 # Until all is collected: test modules import hundreds of thousands of objects that stay, and looking through
 # them for garbage again and again takes a quarter of that time.
@@ -29,6 +31,8 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 # Inherited by all that the tests start, whoever their parent is in the end. Set here whatever it was: a
 # worker is started by another pytest process, and so is the pytest that a test runs.
 os.environ[RUN_VARIABLE] = str(os.getpid())
+# Whatever they start imports this tree, and can be forked from a process that has (`tests.cluster.command`).
+os.environ["PYTHONPATH"] = SEARCH_PATH
 
 hypothesis.settings.register_profile("phalanx", deadline=None, derandomize=True, database=None)
 hypothesis.settings.load_profile("phalanx")
@@ -69,6 +73,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    use_for_launches()
     item.stash[_BEFORE] = take_snapshot()
 
 
@@ -84,3 +89,4 @@ def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
 
 def pytest_sessionfinish() -> None:
     stop_pool()
+    stop_starter()

@@ -56,9 +56,10 @@ _MODULES = ("compile", "data", "observe", "optim", "remote")
 
 
 def _imports_all() -> bool:
-    """Whether to import torch now: not in the command, started as `phalanx` or as `python -m phalanx`."""
+    """Whether to import torch now: not in the command, started as `phalanx` or as `python -m phalanx[.cli.main]`."""
     command = sys.modules.get("phalanx_command")
-    as_module = "-m" in sys.orig_argv and sys.orig_argv[sys.orig_argv.index("-m") :][1:2] == ["phalanx"]
+    module = sys.orig_argv[sys.orig_argv.index("-m") :][1:2] if "-m" in sys.orig_argv else []
+    as_module = module in (["phalanx"], ["phalanx.cli.main"])
     return not (as_module or getattr(command, "is_running", False))
 
 

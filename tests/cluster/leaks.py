@@ -29,6 +29,8 @@ RUN_VARIABLE = "PHALANX_TEST_RUN"
 GROUP_THREADS = ("gloo_", "pt_gloo_", "pt_tcpstore_", "pt_thread_pool", "TP_")
 # Helpers that multiprocessing starts once in a process and keeps until the process ends.
 PERMANENT_CHILDREN = ("multiprocessing.forkserver", "multiprocessing.resource_tracker")
+# And processes that the tests keep for the whole run.
+PERMANENT_PIDS: set[int] = set()
 # A build option of the kernel, which most have.
 _KERNEL_LISTS_CHILDREN = Path(f"/proc/self/task/{os.getpid()}/children").exists()
 # Set by pytest for every test, and by torch when dynamo is first imported.
@@ -127,6 +129,8 @@ def _group_threads() -> Counter[str]:
 def _children() -> dict[int, str]:
     found = {}
     for pid in _child_pids():
+        if pid in PERMANENT_PIDS:
+            continue
         try:
             child = psutil.Process(pid)
             command = " ".join(child.cmdline()) or child.name()

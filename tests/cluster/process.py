@@ -97,8 +97,11 @@ class RankProcess:
 
     def kill(self) -> None:
         """End it and whatever it started; afterwards only `exitcode` may be asked."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
+        # The server has reaped it by the time it is known to have ended, and its number may be a stranger's since: then
+        # there is a process of that number. While the group has members the kernel gives the number to nobody.
+        if self.exitcode is None or not Path(f"/proc/{self.pid}").exists():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
         # Not redundant: it may not have got as far as making its own process group.
         self._process.kill()
         self._process.join()

@@ -18,6 +18,7 @@ import pytest
 from phalanx import compile as phalanx_compile
 from phalanx.launch.worker import leave
 from tests.cluster import PATIENCE, reserved_port, run_ranks
+from tests.cluster.command import Command
 from tests.cluster.process import SEARCH_PATH
 
 pytestmark = pytest.mark.timeout(100)
@@ -123,7 +124,7 @@ def test_two_hosts_under_torchrun() -> None:
         for number in range(2):
             command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", str(number)]
             command += ["--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", str(port)]
-            started = subprocess.Popen(
+            started = Command(
                 [*command, str(EXAMPLES / "two_hosts.py")], env=environ, stdout=subprocess.PIPE, text=True
             )
             hosts.append(started)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.cluster.command import run_command
 from tests.cluster.leaks import Leak
 from tests.cluster.process import SEARCH_PATH
 from tests.fuzz import events as ev
@@ -172,12 +172,12 @@ def test_the_script_of_a_program_does_the_same(options: dict[str, object], tmp_p
     path = tmp_path / "program.py"
     path.write_text(script_of(Failure(program, "gradient", "as an example", len(program.events) - 1)))
     environment = os.environ | {"PYTHONPATH": SEARCH_PATH, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, path], capture_output=True, text=True, timeout=120, env=environment)
+    done = run_command([sys.executable, str(path)], capture_output=True, text=True, timeout=120, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("0 of 6 tensors") == 2
 
 
 def test_the_command_replays_a_seed_and_says_how_many_failed() -> None:
     command = [sys.executable, "-m", "tests.fuzz", "--count", "3", "--seed", str(FIRST_SEED)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
+    done = run_command(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
     assert done.returncode == 0 and "3 programs in" in done.stdout, done.stdout + done.stderr

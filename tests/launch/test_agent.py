@@ -16,6 +16,7 @@ from phalanx.errors import ConfigError
 from phalanx.launch.agent import LaunchSettings, Outcome, launch
 from phalanx.launch.rundir import RunDirectory
 from tests.cluster import PATIENCE, reserved_port
+from tests.cluster.command import Command
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -143,7 +144,8 @@ def test_two_hosts_meet_at_an_endpoint(tmp_path: Path, numbered: bool) -> None:
             command += ["--endpoint", f"127.0.0.1:{port}", "--run-dir", str(tmp_path / f"host{number}")]
             command += ["--node-rank", str(number)] if numbered else []
             environ = os.environ | {"PHALANX_SECRET": "a secret of the tests"}
-            hosts.append(subprocess.Popen([*command, str(path)], stdout=subprocess.PIPE, text=True, env=environ))
+            # Numbered by hand in fresh interpreters, as on two hosts.
+            hosts.append(Command([*command, str(path)], numbered, stdout=subprocess.PIPE, text=True, env=environ))
         said = sorted(host.communicate(timeout=50 * PATIENCE)[0].strip().split("│ ")[-1] for host in hosts)
     assert said == ["rank 0 of 2", "rank 1 of 2"] and [host.returncode for host in hosts] == [0, 0]
 
@@ -186,7 +188,7 @@ def test_hosts_start_again_together_after_a_failure_on_one(tmp_path: Path) -> No
     for number in range(2):
         command = [sys.executable, "-m", "phalanx.cli.main", "run", "--nproc", "1", "--nnodes", "2", "--max-restarts", "1"]
         command += ["--endpoint", endpoint, "--run-dir", str(tmp_path / f"host{number}"), str(path), str(tmp_path / "mark")]
-        hosts.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ))
+        hosts.append(Command(command, stdout=subprocess.PIPE, text=True, env=environ))
     said = sorted(host.communicate(timeout=55)[0].strip().split("│ ")[-1] for host in hosts)
     assert said == ["rank 0 sum 2.0", "rank 1 sum 2.0"] and [host.returncode for host in hosts] == [0, 0]
     assert (tmp_path / "mark").exists(), "the failure happened"

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster import PATIENCE
+from tests.cluster.command import Command
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -39,7 +40,7 @@ def alive(pid: int) -> bool:
 class Forever:
     """`phalanx run` of a script that never ends, once every worker has said so."""
 
-    def __init__(self, folder: Path, *arguments: str) -> None:
+    def __init__(self, folder: Path, *arguments: str, cold: bool = False) -> None:
         (folder / "forever.py").write_text(FOREVER)
         command = [
             sys.executable,
@@ -53,7 +54,7 @@ class Forever:
             "--run-dir",
         ]
         command += [str(folder / "runs"), str(folder / "forever.py"), *arguments]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        self.process = Command(command, cold, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
         lines = [self.process.stdout.readline() for _ in range(2)]
         self.workers, self.children = [], []
@@ -80,7 +81,10 @@ def wait_until_gone(pids: list[int], seconds: float) -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("mood", ["polite", "deaf"])
 def test_a_signal_ends_workers_and_their_children(tmp_path: Path, number: signal.Signals, mood: str) -> None:
-    run = Forever(tmp_path, mood)
+    cold = number is signal.SIGINT and mood == "deaf"
+    run = Forever(tmp_path, mood, cold=cold)
+    libraries = Path(f"/proc/{run.process.pid}/maps").read_text()
+    assert ("libtorch" in libraries) is not cold, "a launcher imports no torch (a warm one came with it)"
     seconds, errors = run.end(number)
     assert run.process.returncode == 128 + number
     wait_until_gone(run.workers + run.children, 5)

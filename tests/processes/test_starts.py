@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import time
 from typing import Any
@@ -17,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 import phalanx
 from phalanx.launch.worker import leave
 from tests.cluster import Leak, reserved_port, run_ranks, spawn_ranks
+from tests.cluster.command import run_command
 from tests.cluster.process import SEARCH_PATH
 
 pytestmark = pytest.mark.timeout(100)
@@ -78,7 +78,7 @@ print(ended[1] >> 8)
 def test_a_forked_child_that_ends_as_a_script_does_ends() -> None:
     """By a real interpreter's end, in which destructors run: gloo's wait for threads that the child does not have."""
     env = {**os.environ, "PYTHONPATH": SEARCH_PATH}
-    done = subprocess.run([sys.executable, "-c", FORKING], env=env, capture_output=True, text=True, timeout=60)
+    done = run_command([sys.executable, "-c", FORKING], env=env, capture_output=True, text=True, timeout=60)
     assert done.stdout.split() == ["7"], (done.stdout, done.stderr)
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cluster.command import Command, run_command
 from tests.cluster.process import SEARCH_PATH
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -45,7 +46,7 @@ def as_nobody(*command: str) -> list[str]:
 
 def attempt(command: Sequence[str]) -> tuple[int, str]:
     """Exit code and everything said."""
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = run_command(list(command), capture_output=True, text=True, timeout=60)
     return done.returncode, done.stdout + done.stderr
 
 
@@ -141,7 +142,9 @@ def network(count: int) -> Iterator[Network]:
 class Running:
     """`phalanx run` in the background, with what it says in a file. Ended with the block."""
 
-    def __init__(self, folder: Path, script: str, *options: str, prefix: Sequence[str] = (), **environ: str) -> None:
+    def __init__(
+        self, folder: Path, script: str, *options: str, prefix: Sequence[str] = (), cold: bool = False, **environ: str
+    ) -> None:
         folder.mkdir(exist_ok=True)
         self.folder = folder
         self._script = folder / "train.py"
@@ -151,7 +154,7 @@ class Running:
         command += [*options, str(self._script)]
         env = {**os.environ, "PYTHONPATH": SEARCH_PATH, "OMP_NUM_THREADS": "1", **environ}
         with open(self.output, "wb") as output:
-            self.process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=env, cwd=folder)
+            self.process = Command(command, cold, stdout=output, stderr=subprocess.STDOUT, env=env, cwd=folder)
 
     def said(self) -> str:
         return self.output.read_text(errors="replace")

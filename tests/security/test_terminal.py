@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pty
 import select
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.cli.console import visible
+from tests.cluster.command import Command, run_command
 from tests.cluster.process import SEARCH_PATH
 
 pytestmark = pytest.mark.timeout(120)
@@ -50,7 +50,7 @@ raise ValueError("\x1b[2Jmessage \x1b]52;c;Y3VybA==\x07")
 def on_a_terminal(command: list[str], folder: Path) -> bytes:
     leader, follower = pty.openpty()
     environ = {**os.environ, "PYTHONPATH": SEARCH_PATH, "OMP_NUM_THREADS": "1", "TERM": "xterm"}
-    process = subprocess.Popen(command, stdout=follower, stderr=follower, stdin=follower, cwd=folder, env=environ)
+    process = Command(command, stdout=follower, stderr=follower, stdin=follower, cwd=folder, env=environ)
     os.close(follower)
     received, deadline = b"", time.monotonic() + 90
     try:
@@ -89,5 +89,5 @@ def test_output_that_is_not_for_a_terminal_stays_as_it_is(tmp_path: Path) -> Non
     (tmp_path / "train.py").write_text('print("a\\x01b", flush=True)')
     environ = {**os.environ, "PYTHONPATH": SEARCH_PATH, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "phalanx.cli.main", "run", "-n", "1", "train.py"]
-    done = subprocess.run(command, capture_output=True, cwd=tmp_path, env=environ, timeout=90)
+    done = run_command(command, capture_output=True, cwd=tmp_path, env=environ, timeout=90)
     assert done.stdout == b"a\x01b\n", done

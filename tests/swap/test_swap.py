@@ -17,6 +17,7 @@ import torch
 from phalanx.swap import install, uninstall
 from phalanx.swap.groups import swapped_backend
 from tests.cluster import Leak, run_ranks
+from tests.cluster.command import run_command
 from tests.cluster.process import SEARCH_PATH
 from tests.swap import script
 
@@ -28,7 +29,7 @@ def _launch(folder: Path, *options: str) -> list[dict[str, Any]]:
     program = "from phalanx.cli.main import main; main()"
     command = [sys.executable, "-c", program, "run", "--nproc", "2", "--run-dir", str(folder / "runs"), *options]
     env = {**os.environ, "PYTHONPATH": SEARCH_PATH, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*command, str(SCRIPT), str(folder)], env=env, capture_output=True, text=True, timeout=90)
+    done = run_command([*command, str(SCRIPT), str(folder)], env=env, capture_output=True, text=True, timeout=90)
     assert done.returncode == 0, done.stdout + done.stderr
     return [torch.load(folder / f"rank{rank}.pt") for rank in range(2)]
 

@@ -15,6 +15,7 @@ from phalanx.cli.status_line import StatusLine
 from phalanx.errors import ConfigError
 from phalanx.launch.failure import FailureSummary, RankEnd
 from phalanx.launch.hosts.secret import SECRET, read_secret
+from phalanx.launch.resources import may_have_accelerators, threads_for
 from phalanx.launch.rundir import RunDirectory
 
 if TYPE_CHECKING:
@@ -70,11 +71,10 @@ def command(
     phalanx run --nnodes 2 --endpoint 10.0.0.1:29500 --secret-file phalanx.secret train.py     on both hosts
     """
     _check_script(script, module)
-    with importing():
-        from phalanx.launch.agent import LaunchSettings, launch
-        from phalanx.launch.hosts.meeting import check_endpoint
-        from phalanx.launch.worker import threads_for
-        from phalanx.swap.install import SWAP
+    # No torch: the workers import it, or one process does for all of them.
+    from phalanx.launch.agent import LaunchSettings, launch
+    from phalanx.launch.hosts.meeting import check_endpoint
+
     fewest, most = parse_nodes(nnodes)
     workers = parse_workers(nproc)
     settings = LaunchSettings(
@@ -88,7 +88,7 @@ def command(
         max_restarts=max_restarts,
         tracing=tracing,
         grace_s=grace,
-        environ={SWAP: "1"} if swap else {},
+        environ=_swapping() if swap else {},
         secret=read_secret(secret_file, os.environ) if most > 1 or secret_file else None,
     )
     directory = RunDirectory.create(run_dir, Path(script).stem)
@@ -116,18 +116,30 @@ def parse_nodes(text: str) -> tuple[int, int]:
     return fewest, most
 
 
+def _swapping() -> dict[str, str]:
+    with importing():
+        from phalanx.swap.install import SWAP
+    return {SWAP: "1"}
+
+
 def parse_workers(text: str) -> int:
     """A number, or `auto`: one a GPU where there are any, else one a core, at most 8."""
     if text == "auto":
-        import torch
-
-        from phalanx.launch.worker import threads_for, training_accelerator
-
-        num_devices = torch.accelerator.device_count() if training_accelerator() else 0
-        return num_devices or min(threads_for(1), _MOST_AUTOMATIC_WORKERS)
+        return _num_devices() or min(threads_for(1), _MOST_AUTOMATIC_WORKERS)
     if not text.isdigit() or int(text) < 1:
         raise ConfigError(f"--nproc should be a number of workers or 'auto', got {text!r}")
     return int(text)
+
+
+def _num_devices() -> int:
+    """How many accelerators there are to train on. Torch is asked only where it could find any: it takes seconds to ask."""
+    if "torch" not in sys.modules and not may_have_accelerators():
+        return 0
+    with importing():
+        import torch
+
+        from phalanx.launch.worker import training_accelerator
+    return torch.accelerator.device_count() if training_accelerator() else 0
 
 
 def _check_script(script: str, module: bool) -> None:

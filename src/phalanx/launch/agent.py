@@ -1,81 +1,36 @@
-"""Starting and watching the workers of one host, on torch's elastic agent (the engine behind `torchrun`).
+"""Starting and watching the workers of one host: `launch`, from settings to an outcome.
 
-Owns the translation of settings to the agent's, the end of every process it started, and the run's outcome.
-Monitoring and restarts are torch's; which hosts take part, and where workers meet, is `rendezvous`.
+Owns the composition of what a run needs (rendezvous, logs, starter, supervisor), the environment that workers inherit,
+and the run's record. Runs without torch: workers import it, or are forked from the one process that did.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import signal
 import socket
-import sys
 import time
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from types import FrameType
 from typing import Any
-
-import psutil
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
-from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import SignalException
 
 from phalanx.comm.failure.waiting import Notice
 from phalanx.errors import ConfigError
-from phalanx.launch.bootstrap import AGENT_PID
 from phalanx.launch.failure import FailureSummary, summarize
 from phalanx.launch.hosts.company import HostsEnded
 from phalanx.launch.hosts.meeting import Invitation
 from phalanx.launch.hosts.secret import HOW_TO_MAKE, SECRET
 from phalanx.launch.logs import Follower, Keeper, RankLogs, Sink
 from phalanx.launch.rendezvous import ManyHosts, OneHost, Rendezvous
+from phalanx.launch.resources import threads_for
 from phalanx.launch.rundir import RunDirectory
-from phalanx.launch.worker import threads_for
-
-# A worker is started with our signals blocked, and lets them in as its first act. While Python itself and then torch
-# are imported, which takes seconds, SIGINT does what it does to any program: end it without a word. Python's own
-# handler, which would print where the import was, comes back in `main`.
-_WORKER_PROGRAM = """\
-import signal, sys
-signal.signal(signal.SIGINT, signal.SIG_DFL)
-signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT})
-from phalanx.launch.bootstrap import main
-main(sys.argv[1:])
-"""
-_HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-
-
-class _Agent(LocalElasticAgent):
-    """Torch's agent, with two looks of our own: when workers are started, and before it tells survivors to end."""
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self.terminated: set[int] = set()
-        """Ranks that SIGTERM ended while the agent had not sent it to anybody."""
-
-    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        for worker in worker_group.workers:
-            with contextlib.suppress(ChildProcessError):  # the agent has noted its end already
-                # Without reaping it: its exit code is the agent's to fetch.
-                found = os.waitid(os.P_PID, worker.id, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-                if found is not None and (found.si_code, found.si_status) == (os.CLD_KILLED, signal.SIGTERM):
-                    self.terminated.add(worker.global_rank)
-        result: RunResult = super()._monitor_workers(worker_group)
-        return result
-
-    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        # All or none: a signal in the middle would leave some that the agent does not know of.
-        self.terminated.clear()
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED)
-        try:
-            started: dict[int, Any] = super()._start_workers(worker_group)
-            return started
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+from phalanx.launch.start.starting import Starting
+from phalanx.launch.supervise.policy import AllOrNone
+from phalanx.launch.supervise.supervisor import Crew, Interrupted, Supervisor, signals_raise
+from phalanx.launch.supervise.team import Team
+from phalanx.launch.variables import AGENT_PID
 
 
 @dataclass(frozen=True)
@@ -148,13 +103,13 @@ def launch(settings: LaunchSettings, directory: RunDirectory, sink: Sink, notice
     """
     notice = notice or (lambda line: None)
     started = time.monotonic()
-    with _environment(settings), _quiet_elastic_loggers():
+    with _environment(settings), signals_raise():
         try:
             _record(directory, notice, _opening_facts(settings))
             outcome = _start_and_watch(settings, directory, sink, notice)
-        except SignalException as caught:
+        except Interrupted as caught:
             # Before there were workers, or while the other hosts were waited for after their end.
-            outcome = Outcome(0.0, signal=caught.sigval)
+            outcome = Outcome(0.0, signal=caught.signal)
         outcome = replace(outcome, seconds=time.monotonic() - started)
         _record(directory, notice, _closing_facts(outcome))
     return outcome
@@ -164,54 +119,71 @@ def _start_and_watch(settings: LaunchSettings, directory: RunDirectory, sink: Si
     rendezvous = _rendezvous(settings, notice)
     follower = Follower(sink)
     keeper = Keeper(follower, notice)
-    logs = RankLogs(directory, follower, keeper, settings.tracing, rendezvous.prepare)
-    before = {child.pid for child in psutil.Process().children()}
-    result: RunResult | None = None
-    ended_by: signal.Signals | None = None
-    failure: FailureSummary | None = None
-    elsewhere, met = "", None
+    logs = RankLogs(directory, keeper, settings.tracing)
+    can_restart = settings.max_restarts > 0 or settings.max_nodes > 1
+    starting = Starting(os.environ, settings.nproc, can_restart)
+    team = Team(starting.start)
+    crew = Crew(settings.command, settings.nproc, settings.max_restarts, settings.grace_s)
+    supervisor = Supervisor(crew, team, AllOrNone(settings.max_restarts), rendezvous, logs)
+    ended = _End()
     try:
         try:
-            agent = _Agent(
-                _worker_spec(settings, rendezvous),
-                logs_specs=logs,
-                shutdown_timeout=settings.grace_s,
-                exit_barrier_timeout=30,
-            )
-            result, ended_by, elsewhere = _run(agent)
+            ended = _run(supervisor, starting)
         finally:
-            _kill_leftovers(before)
+            starting.close()
             keeper.close()
             follower.close()
-        if result is not None and result.is_failed():
-            failure = summarize(directory, logs.attempt, _exitcodes(logs, result), keeper.tails(), agent.terminated)
+            _record(directory, notice, {"start": starting.words})
+        if ended.well is False:
+            ended = replace(ended, failure=_summary(directory, logs, keeper, team, supervisor))
     finally:
         met = rendezvous.workers_met()
-        elsewhere = rendezvous.leave(_words(failure, ended_by, result)) or elsewhere
-    return Outcome(0.0, failure, ended_by, "" if ended_by else elsewhere, met)
+        elsewhere = rendezvous.leave(_words(ended)) or ended.elsewhere
+    return Outcome(0.0, ended.failure, ended.signal, "" if ended.signal else elsewhere, met)
 
 
-def _run(agent: LocalElasticAgent) -> tuple[RunResult | None, signal.Signals | None, str]:
+@dataclass(frozen=True)
+class _End:
+    """How it ended on this host, before the other hosts are heard."""
+
+    well: bool | None = None
+    failure: FailureSummary | None = None
+    signal: signal.Signals | None = None
+    elsewhere: str = ""
+
+
+def _run(supervisor: Supervisor, starting: Starting) -> _End:
     try:
-        return agent.run(), None, ""
-    except SignalException as caught:
-        return None, caught.sigval, ""
+        starting.begin()
+        return _End(well=supervisor.run(starting.wait))
+    except Interrupted as caught:
+        return _End(signal=caught.signal)
     except HostsEnded as error:
-        return None, None, str(error)
+        return _End(elsewhere=str(error))
 
 
-def _words(failure: FailureSummary | None, ended_by: signal.Signals | None, result: RunResult | None) -> str:
+def _summary(
+    directory: RunDirectory, logs: RankLogs, keeper: Keeper, team: Team, supervisor: Supervisor
+) -> FailureSummary | None:
+    first = supervisor.first_rank
+    codes = {first + local_rank: code for local_rank, code in team.exitcodes().items()}
+    terminated = {first + local_rank for local_rank in team.terminated}
+    return summarize(directory, logs.attempt, codes, keeper.tails(), terminated)
+
+
+def _words(ended: _End) -> str:
     """What the other hosts are told about the end here; empty when all went well."""
-    if failure is not None:
-        return f"rank {failure.first.rank} failed first ({failure.first.how}): {failure.first.message}"
-    if ended_by is not None:
-        return f"its launcher was ended by {ended_by.name}"
-    return "" if result is not None else "its launcher failed"
+    if ended.failure is not None:
+        first = ended.failure.first
+        return f"rank {first.rank} failed first ({first.how}): {first.message}"
+    if ended.signal is not None:
+        return f"its launcher was ended by {ended.signal.name}"
+    return "" if ended.well is not None else "its launcher failed"
 
 
 def _rendezvous(settings: LaunchSettings, notice: Notice) -> Rendezvous:
     if settings.max_nodes == 1:
-        return OneHost(settings.run_id or uuid.uuid4().hex)
+        return OneHost(settings.run_id or uuid.uuid4().hex, settings.nproc)
     assert settings.endpoint is not None and settings.secret is not None, "checked by LaunchSettings"
     restartable = settings.max_restarts > 0 or settings.min_nodes < settings.max_nodes
     invitation = Invitation(
@@ -220,64 +192,18 @@ def _rendezvous(settings: LaunchSettings, notice: Notice) -> Rendezvous:
     return ManyHosts(invitation, settings.nproc, settings.node_rank, notice)
 
 
-def _worker_spec(settings: LaunchSettings, rendezvous: Rendezvous) -> WorkerSpec:
-    return WorkerSpec(
-        role="worker",
-        local_world_size=settings.nproc,
-        rdzv_handler=rendezvous,
-        entrypoint=sys.executable,
-        args=("-u", "-c", _WORKER_PROGRAM, *settings.command),
-        max_restarts=settings.max_restarts,
-        monitor_interval=0.05,
-    )
-
-
-def _exitcodes(logs: RankLogs, result: RunResult) -> dict[int, int | None]:
-    codes: dict[int, int | None] = dict.fromkeys(logs.ranks, 0)
-    codes.update({rank: failure.exitcode for rank, failure in result.failures.items()})
-    return codes
-
-
-def _kill_leftovers(before: set[int]) -> None:
-    """End what the agent could not: each worker leads a session of its own, named by its process id.
-
-    Found among our children, not in the agent's list: a signal may come before the agent has written a worker down.
-    Signals are ignored meanwhile, since a second Ctrl-C must not save a worker from the first.
-    """
-    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in _HANDLED}
-    try:
-        _kill_new_children(before)
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-
-
-def _kill_new_children(before: set[int]) -> None:
-    for child in psutil.Process().children():
-        if child.pid in before:
-            continue
-        with contextlib.suppress(ProcessLookupError, PermissionError, psutil.Error):
-            if os.getsid(child.pid) == child.pid and _WORKER_PROGRAM in child.cmdline():
-                os.killpg(child.pid, signal.SIGKILL)
-                child.wait(10)
-
-
 @contextlib.contextmanager
 def _environment(settings: LaunchSettings) -> Iterator[None]:
-    """What workers inherit, and our signal handlers. Restored afterwards: a launch leaves its caller's alone."""
+    """What workers inherit. Restored afterwards: a launch leaves its caller's environment alone."""
     extra: dict[str, str | None] = {AGENT_PID: str(os.getpid()), "PYTHONUNBUFFERED": "1", **settings.environ}
     extra[SECRET] = None  # the launchers' business; no script needs it
     if "OMP_NUM_THREADS" not in os.environ:
         extra["OMP_NUM_THREADS"] = str(threads_for(settings.nproc))
     before = {name: os.environ.get(name) for name in extra}
-    # The agent sets the same, but only once workers are started: before, a signal would end us without a word.
-    handlers = {number: signal.signal(number, _raise_signal) for number in _HANDLED}
     _set_environ(extra)
     try:
         yield
     finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
         _set_environ(before)
 
 
@@ -287,28 +213,6 @@ def _set_environ(values: dict[str, str | None]) -> None:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
-
-
-def _raise_signal(number: int, frame: FrameType | None) -> None:
-    raise SignalException(f"received {signal.Signals(number).name}", signal.Signals(number))
-
-
-@contextlib.contextmanager
-def _quiet_elastic_loggers() -> Iterator[None]:
-    # The agent logs each step of an ending at WARNING and above; our summary says it in words.
-    loggers = [
-        logging.getLogger(name)
-        for name in list(logging.root.manager.loggerDict)
-        if name.startswith("torch.distributed.elastic")
-    ]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
 
 
 def _record(directory: RunDirectory, notice: Notice, facts: dict[str, Any]) -> None:

@@ -30,17 +30,13 @@ from torch import distributed as dist
 
 from phalanx.comm.failure.folding import fold
 from phalanx.errors import CollectiveTimeout, PeerFailure
-from phalanx.launch.logs import STACKS_FILE
 from phalanx.launch.rundir import open_private
 from phalanx.launch.store import answer_env_rendezvous
-from phalanx.launch.worker import TRACE_DIRECTORY
+from phalanx.launch.variables import AGENT_PID, STACKS_FILE, TRACE_DIRECTORY
 from phalanx.observe import trace
 from phalanx.observe.live.pulse import STATUS_FILE, Beat
 from phalanx.observe.live.seen import see_losses, see_optimizers
 from phalanx.swap.install import SWAP, install
-
-AGENT_PID = "PHALANX_AGENT_PID"
-"""Environment variable: the process id of the agent that started this worker."""
 
 _PR_SET_PDEATHSIG = 1
 # Words of transports whose own exceptions are bare RuntimeErrors: the peer went first.

@@ -19,15 +19,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
-from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
-
 from phalanx.comm.failure.waiting import Notice
 from phalanx.launch.rundir import RunDirectory, open_private
-from phalanx.launch.worker import TRACE_DIRECTORY
+from phalanx.launch.variables import STACKS_FILE, TRACE_DIRECTORY
 from phalanx.observe.live.pulse import STATUS_FILE
-
-STACKS_FILE = "PHALANX_STACKS_FILE"
-"""Environment variable: where a worker writes its stacks when it is told to end."""
 
 FOLLOW_INTERVAL_S = 0.04
 _PIPE_BYTES = 1 << 20  # what a worker may be ahead of the keeper
@@ -113,7 +108,7 @@ class _Kept:
     path: Path
     reader: int
     writer: int
-    """Our own end of the pipe, by which the agent opens the worker's."""
+    """Our own end of the pipe, of which each worker gets a copy."""
     give_away: Callable[[bytes], None]
     file: int | None
     tail: bytes = b""
@@ -131,8 +126,8 @@ class Keeper:
         self._thread: threading.Thread | None = None
         self._told = False
 
-    def keep(self, rank: int, stream: str, path: Path) -> str:
-        """A name under which this process can open the stream for a worker; all that it writes goes to `path`."""
+    def keep(self, rank: int, stream: str, path: Path) -> int:
+        """A descriptor for a worker to write to; all that it writes goes to `path`. It stays ours, until `close`."""
         reader, writer = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(reader, False)
         with contextlib.suppress(OSError):  # a limit of the system; the usual size will do
@@ -147,7 +142,7 @@ class Keeper:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="phalanx-keeper", daemon=True)
             self._thread.start()
-        return f"/proc/self/fd/{writer}"
+        return writer
 
     def tails(self) -> dict[int, str]:
         """The end of each rank's stderr in its latest start, also where no file could hold it."""
@@ -208,46 +203,26 @@ class Keeper:
             )
 
 
-class RankLogs(LogsSpecs):
-    """Gives each worker its files in the run directory and follows them; a restart gets a new attempt."""
+class RankLogs:
+    """Gives each worker its files in the run directory and follows them; every start gets a new attempt."""
 
-    def __init__(
-        self,
-        directory: RunDirectory,
-        follower: Follower,
-        keeper: Keeper,
-        tracing: bool,
-        prepare: Callable[[MutableMapping[str, str]], None],
-    ) -> None:
-        super().__init__(log_dir=str(directory.root))
+    def __init__(self, directory: RunDirectory, keeper: Keeper, tracing: bool) -> None:
         self._directory = directory
-        self._follower = follower
         self._keeper = keeper
         self._tracing = tracing
-        self._prepare = prepare
         self.attempt = -1
-        self.ranks: tuple[int, ...] = ()
 
-    @property
-    def root_log_dir(self) -> str:
-        return str(self._directory.root)
-
-    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Called by the agent at each start, with every local worker's environment, which we add to."""
-        stdouts, stderrs, errors = {}, {}, {}
-        # Counted here: the agent's own count leaves out starts that follow a change of hosts.
+    def begin_attempt(self) -> None:
+        """Workers are about to be started."""
         self.attempt += 1
-        self.ranks = tuple(int(envs[local]["RANK"]) for local in sorted(envs))
-        for local, environ in envs.items():
-            rank = int(environ["RANK"])
-            files = self._directory.rank(self.attempt, rank)
-            environ["TORCHELASTIC_ERROR_FILE"] = str(files.error)
-            environ[STACKS_FILE] = str(files.stacks)
-            environ[STATUS_FILE] = str(files.status)
-            if self._tracing:
-                environ[TRACE_DIRECTORY] = str(self._directory.attempt(self.attempt))
-            self._prepare(environ)
-            stdouts[local] = self._keeper.keep(rank, "stdout", files.stdout)
-            stderrs[local] = self._keeper.keep(rank, "stderr", files.stderr)
-            errors[local] = str(files.error)
-        return LogsDest(stdouts=stdouts, stderrs=stderrs, error_files=errors)
+
+    def prepare(self, environ: MutableMapping[str, str]) -> tuple[int, int]:
+        """Tell a worker in its environment where its files are; returns its standard output and standard error."""
+        rank = int(environ["RANK"])
+        files = self._directory.rank(self.attempt, rank)
+        environ["TORCHELASTIC_ERROR_FILE"] = str(files.error)
+        environ[STACKS_FILE] = str(files.stacks)
+        environ[STATUS_FILE] = str(files.status)
+        if self._tracing:
+            environ[TRACE_DIRECTORY] = str(self._directory.attempt(self.attempt))
+        return self._keeper.keep(rank, "stdout", files.stdout), self._keeper.keep(rank, "stderr", files.stderr)

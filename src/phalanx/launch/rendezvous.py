@@ -1,4 +1,4 @@
-"""What torch's elastic agent asks before it starts workers: which hosts take part, and where their workers meet.
+"""Before workers are started: which hosts take part, which numbers the workers get, and where they meet.
 
 Torch's own answer keeps a pickle in a store that listens on every interface, and the launcher unpickles what it
 finds there; whoever reaches the port runs code as the launcher's user. Here one host asks nobody and opens nothing
@@ -7,82 +7,82 @@ finds there; whoever reaches the port runs code as the launcher's user. Here one
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import os
 import socket
+from abc import ABC, abstractmethod
 from collections.abc import MutableMapping
 
 import psutil
-import torch.distributed as dist
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo
-from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
 
 from phalanx.comm.failure.waiting import Notice
+from phalanx.errors import CommunicationError
 from phalanx.launch.environment import LOOPBACK
 from phalanx.launch.hosts.company import Company, HostsStore
 from phalanx.launch.hosts.meeting import Invitation, meet
-from phalanx.launch.store import RUN_STORE, ReservedPort, RunStore
+from phalanx.launch.store import ReservedPort, RunStore
+from phalanx.launch.supervise.numbering import Round, first_rank
+from phalanx.launch.variables import RUN_STORE
 
 MEETING_S = 900.0
 """How long hosts wait for each other."""
+_ENDING_S = 30.0
+"""How long a host whose workers have ended well waits for the others' to end, so that none is cut off."""
 
 # What gloo, nccl and torch's RPC read to know on which interface to listen. By default each takes the one that the
 # host's name resolves to.
 _INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 
 
-class Rendezvous(RendezvousHandler):
-    """The part that both kinds share."""
+class Rendezvous(ABC):
+    """How the supervisor learns of other hosts."""
 
-    def __init__(self, run_id: str) -> None:
-        self._run_id = run_id
+    def __init__(self, run_id: str, nproc: int) -> None:
+        self.run_id = run_id
+        self._nproc = nproc
 
+    @abstractmethod
+    def next_round(self) -> Round:
+        """Wait until it is known who takes part in the next start. Raises HostsEnded when there is none."""
+
+    @abstractmethod
     def prepare(self, environ: MutableMapping[str, str]) -> None:
         """Add to a worker's environment what it needs to meet the others; called at each start."""
+
+    @abstractmethod
+    def leave(self, words: str) -> str:
+        """The run has ended here: well with empty `words`. Returns what ended it elsewhere, if that is known."""
+
+    @abstractmethod
+    def wait_for_others(self) -> None:
+        """The workers here have ended well: wait a while for those of the other hosts."""
+
+    def num_hosts_waiting(self) -> int:
+        """How many hosts wait for this one to begin a new round. Raises HostsEnded when the run is over elsewhere."""
+        return 0
 
     def workers_met(self) -> bool | None:
         """Whether any worker has looked for the others; None where that cannot be told."""
         return None
 
-    def leave(self, words: str) -> str:
-        """The run has ended here: well with empty `words`. Returns what ended it elsewhere, if that is known."""
-        return ""
-
-    def get_run_id(self) -> str:
-        return self._run_id
-
-    def is_closed(self) -> bool:
-        return False
-
-    def set_closed(self) -> None:
-        """Nobody else looks at whether this one is closed."""
-
-    def shutdown(self) -> bool:
-        return True
-
 
 class OneHost(Rendezvous):
     """All workers are started here. The store is a file in memory; no socket listens."""
 
-    def __init__(self, run_id: str) -> None:
-        super().__init__(run_id)
+    def __init__(self, run_id: str, nproc: int) -> None:
+        super().__init__(run_id, nproc)
         self._store = RunStore()
         self._port = ReservedPort()
         self._path = ""
 
-    use_agent_store = False  # a script that connects to MASTER_PORT by itself must also listen there
-
-    def get_backend(self) -> str:
-        return "one-host"
-
-    def next_rendezvous(self) -> RendezvousInfo:
+    def next_round(self) -> Round:
         self._path = self._store.renew()
-        # For the agent alone, which writes down the workers' numbers and reads them back.
-        own = dist.HashStore()
-        return RendezvousInfo(own, 0, 1, RendezvousStoreInfo(LOOPBACK, self._port.number))
+        # Not served: a script that connects to MASTER_PORT by itself must also listen there.
+        return Round(0, 1, 0, self._nproc, LOOPBACK, self._port.number, is_served=False)
 
-    def num_nodes_waiting(self) -> int:
-        return 0
+    def wait_for_others(self) -> None:
+        """There are none."""
 
     def workers_met(self) -> bool | None:
         return self._store.was_used
@@ -100,28 +100,37 @@ class OneHost(Rendezvous):
 class ManyHosts(Rendezvous):
     """Workers on several hosts, whose launchers share a secret."""
 
-    use_agent_store = True  # the head serves MASTER_PORT, and every worker is a client
-
     def __init__(self, invitation: Invitation, nproc: int, number: int | None, notice: Notice) -> None:
-        super().__init__(invitation.run_id)
+        super().__init__(invitation.run_id, nproc)
         self._invitation = invitation
         self._start = (nproc, number, notice)
         self._company: Company | None = None
+        self._round: tuple[HostsStore, int, int] | None = None
 
-    def get_backend(self) -> str:
-        return "many-hosts"
-
-    def next_rendezvous(self) -> RendezvousInfo:
+    def next_round(self) -> Round:
         if self._company is None:
-            # Not earlier: the agent's signal handlers are in place now, and this may take long.
+            # Not earlier: signal handlers are in place now, and this may take long.
             self._company = meet(self._invitation, *self._start, MEETING_S)
         place = self._company.join(MEETING_S)
         store = HostsStore(self._company, f"{place.round}/")
-        workers_meet = RendezvousStoreInfo(place.store_address, place.store_port)
-        return RendezvousInfo(store, place.rank, place.hosts, workers_meet)
+        self._round = store, place.rank, place.hosts
+        store.set(f"workers/{place.rank}", str(self._nproc))
+        workers = [int(count) for count in store.multi_get([f"workers/{rank}" for rank in range(place.hosts)])]
+        first, world = first_rank(workers, place.rank), sum(workers)
+        # Served: the head has a store at that address, and every worker is a client.
+        return Round(place.rank, place.hosts, first, world, place.store_address, place.store_port, is_served=True)
 
-    def num_nodes_waiting(self) -> int:
+    def num_hosts_waiting(self) -> int:
         return 0 if self._company is None else self._company.news()
+
+    def wait_for_others(self) -> None:
+        if self._round is None:
+            return
+        store, rank, hosts = self._round
+        # What became of a host that never says so is found out by `leave`.
+        with contextlib.suppress(CommunicationError):
+            store.set(f"ended/{rank}", "well")
+            store.wait([f"ended/{other}" for other in range(hosts)], _ENDING_S)
 
     def prepare(self, environ: MutableMapping[str, str]) -> None:
         if self._company is not None:

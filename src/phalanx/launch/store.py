@@ -17,16 +17,15 @@ import socket
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import parse_qs, urlparse
-
-import torch.distributed as dist
 
 from phalanx.errors import ConfigError
 from phalanx.launch.environment import LOOPBACK
+from phalanx.launch.variables import RUN_STORE
 
-RUN_STORE = "PHALANX_RUN_STORE"
-"""Environment variable: the path of the run's store. Useless to whoever may not look into the launcher."""
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 _NOBODY_CLEANS_UP = -1  # FileStore would remove the file after as many workers; ours has no name to remove
 
@@ -85,6 +84,9 @@ def run_store(environ: Mapping[str, str], timeout: timedelta | None = None) -> d
             f"rank {environ.get('RANK', '?')}: the store of this run, {path}, cannot be opened. The launcher has ended, "
             "or this process changed its user or its process namespace before it joined; join first."
         )
+    # Here, and not above: the launcher uses the other half of this module, and has no torch.
+    import torch.distributed as dist
+
     store = dist.FileStore(path, _NOBODY_CLEANS_UP)
     if timeout is not None:
         store.set_timeout(timeout)
@@ -121,6 +123,8 @@ class _Point(NamedTuple):
 
 
 def _answer(run: _Point, torchs: Callable[..., Any]) -> Callable[..., Iterator[tuple[dist.Store, int, int]]]:
+    import torch.distributed as dist
+
     def handler(url: str, timeout: timedelta | None = None, **options: Any) -> Iterator[tuple[dist.Store, int, int]]:
         asked = urlparse(url)
         query = parse_qs(asked.query)

@@ -25,12 +25,11 @@ from phalanx.data.loader import Loader
 from phalanx.data.values import Exchange, FirstOnly
 from phalanx.errors import ArgumentTypeError, ConfigError, MismatchError
 from phalanx.launch.environment import Environment, detect
+from phalanx.launch.resources import threads_for as threads_for
+from phalanx.launch.variables import TRACE_DIRECTORY as TRACE_DIRECTORY
 from phalanx.observe import trace
 
 _LONGEST_S = 1e9  # thirty years; c10d counts milliseconds in 64 bits, and cannot count infinity
-
-TRACE_DIRECTORY = "PHALANX_TRACE_DIR"
-"""Environment variable: where `init` traces to. `phalanx run --trace` sets it."""
 
 
 class Worker:
@@ -326,9 +325,3 @@ def _set_threads(environment: Environment, threads: int | None) -> None:
     if threads is not None and threads < 1:
         raise ConfigError(f"rank {environment.rank}: threads must be 1 or more, got {threads}")
     torch.set_num_threads(threads or threads_for(environment.local_world))
-
-
-def threads_for(local_world: int) -> int:
-    """An even share of the cores this process may use, at least one."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // local_world)

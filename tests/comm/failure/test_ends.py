@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
 from dataclasses import asdict
 from typing import Any
 
 import pytest
 
+from tests.cluster.command import run_command
 from tests.comm.failure.ends import LIMIT_S, Plan
 
 SOON_S = 45  # on a busy machine; the ranks' time limit is longer
@@ -21,7 +21,7 @@ def ended(plans: list[Plan]) -> list[dict[str, Any]]:
     """What became of the plans, in one process that imports torch once for all."""
     command = [sys.executable, "-m", "tests.comm.failure.ends", *(json.dumps(asdict(plan)) for plan in plans)]
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=LIMIT_S * len(plans))
+    done = run_command(command, env=environ, capture_output=True, text=True, timeout=LIMIT_S * len(plans))
     outcomes = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(outcomes) == len(plans), done.stderr
     return outcomes

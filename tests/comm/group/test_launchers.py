@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster import PATIENCE, reserved_port
+from tests.cluster.command import run_command
 from tests.cluster.process import SEARCH_PATH
 
 pytestmark = pytest.mark.timeout(90)
@@ -50,7 +51,7 @@ def _run_script(folder: Path, *command: str, **variables: str) -> str:
     (folder / "script.py").write_text(SCRIPT)
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
     environment |= {"PYTHONPATH": SEARCH_PATH, "OMP_NUM_THREADS": "1"} | variables
-    done = subprocess.run(
+    done = run_command(
         [sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True, timeout=60 * PATIENCE
     )
     assert done.returncode == 0, done.stderr

@@ -1,7 +1,7 @@
 """What a launcher can do with the other hosts of its run, whether it is the head or a member; and their store.
 
-The elastic agent wants a c10d store to number the workers and to end together. It gets `HostsStore`, a few plain
-values that the head keeps and members ask for over their signed channel: never a socket that c10d opened.
+Launchers number the workers and end together by `HostsStore`: a few plain values that the head keeps and members ask
+for over their signed channel, never a socket that c10d opened.
 """
 
 from __future__ import annotations
@@ -10,10 +10,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
-
-import torch.distributed as dist
 
 from phalanx.errors import CommunicationError
 
@@ -66,12 +63,10 @@ class Company(ABC):
         """One operation on the values that the head keeps."""
 
 
-class HostsStore(dist.Store):
-    """The agents' values as a c10d store. Waits by asking again, so that a signal or a lost host ends the wait."""
+class HostsStore:
+    """The launchers' values. Waits by asking again, so that a signal or a lost host ends the wait."""
 
     def __init__(self, company: Company, prefix: str) -> None:
-        super().__init__()
-        self._timeout = timedelta(seconds=300)
         self._company = company
         self._prefix = prefix
 
@@ -89,27 +84,16 @@ class HostsStore(dist.Store):
     def check(self, keys: list[str]) -> bool:
         return all(self._company.ask({"do": "get", "key": self._prefix + key}) is not None for key in keys)
 
-    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        deadline = time.monotonic() + (timeout or self._timeout).total_seconds()
+    def wait(self, keys: list[str], timeout_s: float = 300.0) -> None:
+        deadline = time.monotonic() + timeout_s
         while not self.check(keys):
             self._company.news()  # raises when the run is over elsewhere
             if time.monotonic() > deadline:
-                raise dist.DistStoreError(f"no host set {', '.join(keys)} in time")
+                raise CommunicationError(f"no host set {', '.join(keys)} within {timeout_s:.0f} s")
             time.sleep(_POLL_S)
-
-    @property
-    def timeout(self) -> timedelta:
-        return self._timeout
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        self._timeout = timeout
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
         return [self.get(key) for key in keys]
-
-    def multi_set(self, keys: list[str], values: list[str]) -> None:
-        for key, value in zip(keys, values, strict=True):
-            self.set(key, value)
 
 
 def apply(values: dict[str, str], request: dict[str, Any]) -> Any:

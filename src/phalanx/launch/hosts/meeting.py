@@ -9,12 +9,12 @@ comes from the addresses of other hosts. docs/design/launch.md says what this do
 from __future__ import annotations
 
 import errno
+import importlib
 import ipaddress
 import socket
 from dataclasses import dataclass
 from datetime import timedelta
-
-import torch.distributed as dist
+from typing import Any
 
 from phalanx.comm.failure.waiting import Notice
 from phalanx.errors import ConfigError
@@ -23,6 +23,7 @@ from phalanx.launch.hosts.filter import admit_only
 from phalanx.launch.hosts.head import Head
 from phalanx.launch.hosts.member import meet_head
 from phalanx.launch.hosts.rounds import Host, Rounds
+from phalanx.launch.start.starter import signals_blocked
 
 _EVERYWHERE = frozenset({"", "*", "0.0.0.0", "::", "0", "any", "all"})
 
@@ -51,6 +52,10 @@ def meet(invitation: Invitation, nproc: int, number: int | None, notice: Notice,
     key = (invitation.secret, invitation.run_id)
     listener = _listen(invitation, number)
     if listener is not None:
+        # Whoever keeps the workers' store needs torch, and no other launcher does. Now, and not when the store is made:
+        # that would keep the other hosts waiting for an answer, who would take this one for lost.
+        with signals_blocked():
+            importlib.import_module("torch.distributed")
         rounds = Rounds(*limits, restartable=invitation.restartable)
         worker_store = WorkerStore(listener.getsockname()[0])
         return Head(listener, Host(0, name, nproc, number), rounds, key, worker_store.renew, notice)
@@ -123,10 +128,12 @@ class WorkerStore:
 
     def __init__(self, address: str) -> None:
         self._address = address
-        self._store: dist.Store | None = None
+        self._store: Any = None
 
     def renew(self, peers: set[str]) -> tuple[str, int]:
         """A new store for workers on hosts with these addresses; the one of the round before is dropped."""
+        import torch.distributed as dist
+
         self._store = None
         family = socket.AF_INET6 if ":" in self._address else socket.AF_INET
         listener = socket.socket(family, socket.SOCK_STREAM)

@@ -1,0 +1,51 @@
+"""What is asked for when a process is to be started, in whichever way. Plain data, no behaviour.
+
+Both ways of starting (`plain`, `starter`) take an `Order` and return a `Child`, and the process that comes out of it
+must not be able to tell them apart; tests/launch/test_start.py compares them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+# A worker is started with these blocked, and lets them in as its first act: a signal that came in between would find
+# Python's own handlers, or none.
+HANDLED_NAMES = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
+
+# While Python itself and then torch are imported, which takes seconds, SIGINT does what it does to any program: end it
+# without a word. Python's own handler, which would print where the import was, comes back in `bootstrap.main`.
+WORKER_PROGRAM = """\
+import signal, sys
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT})
+from phalanx.launch.bootstrap import main
+main(sys.argv[1:])
+"""
+WORKER = "phalanx.launch.bootstrap:main"
+
+
+@dataclass(frozen=True)
+class Order:
+    """One process to be started. Descriptors stay the caller's, who may close them when it has started."""
+
+    arguments: tuple[str, ...]
+    """For the program: `script.py …`, or `--module name …`."""
+    environ: Mapping[str, str]
+    """All of its environment."""
+    stdout: int
+    stderr: int
+    stdin: int | None = 0
+    """None: it has none, as a process whose standard input was closed."""
+    kept: tuple[int, ...] = ()
+    """Further descriptors that it has, under the same numbers. All others are closed to it."""
+    cwd: str | None = None
+    program: str = WORKER
+    """`module:function`, called with `arguments`. Only a warm starter can run another than `WORKER`."""
+    new_session: bool = True
+    """Whether it leads a session and a process group of its own, so that all it starts can be told to end with it."""
+
+    def command(self) -> list[str]:
+        """As `sys.orig_argv` shows it, however it was started."""
+        return [sys.executable, "-u", "-c", WORKER_PROGRAM, *self.arguments]

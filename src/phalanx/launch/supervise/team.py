@@ -1,0 +1,87 @@
+"""The worker processes of one host: started together or one alone, seen to end, told to end, killed.
+
+Owns every process it started until it is reaped. Decides nothing: `policy` does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Callable, Iterator, Mapping
+
+from phalanx.launch.start.child import Child, wait_for_any, wait_for_end
+from phalanx.launch.start.order import HANDLED_NAMES, Order
+from phalanx.launch.start.starter import signals_blocked
+
+HANDLED = tuple(getattr(signal, name) for name in HANDLED_NAMES)
+"""Signals that end a launcher, and its workers with it."""
+
+Start = Callable[[Order], Child]
+
+
+class Team:
+    """The workers by their local rank. `end` or `kill` before it is dropped, however things go."""
+
+    def __init__(self, start: Start) -> None:
+        self._start = start
+        self._children: dict[int, Child] = {}
+        self._heard: set[int] = set()
+        self.terminated: set[int] = set()
+        """Local ranks that SIGTERM ended while nobody here had sent it."""
+        self._killed: set[int] = set()
+
+    def start(self, orders: Mapping[int, Order]) -> None:
+        """Start these workers; who of them ran before must have ended. Raises OSError, with nothing left half started."""
+        # All or none: an exception of a signal in the middle would leave some that nobody knows of.
+        with signals_blocked():
+            for local_rank, order in orders.items():
+                self._children[local_rank] = self._start(order)
+                for ranks in (self._heard, self.terminated, self._killed):
+                    ranks.discard(local_rank)
+
+    def wait(self, timeout_s: float) -> None:
+        """Return when a worker ends, or after `timeout_s`."""
+        wait_for_any(self._children.values(), timeout_s)
+
+    def newly_ended(self) -> dict[int, int]:
+        """Exit codes, by local rank, of workers that ended by themselves since this was asked last."""
+        found = {}
+        for local_rank, child in self._children.items():
+            exitcode = child.poll()
+            if exitcode is not None and local_rank not in self._heard:
+                self._heard.add(local_rank)
+                found[local_rank] = exitcode
+                if exitcode == -signal.SIGTERM:
+                    self.terminated.add(local_rank)
+        return found
+
+    def exitcodes(self) -> dict[int, int | None]:
+        """How every worker ended. One that we had to kill counts as told to end, which it had been before."""
+        codes = {local_rank: child.poll() for local_rank, child in self._children.items()}
+        return {rank: -signal.SIGTERM if rank in self._killed else code for rank, code in codes.items()}
+
+    def end(self, number: int, grace_s: float) -> None:
+        """Tell all that still run to end, and kill who has not after `grace_s`. A second signal interrupts the grace."""
+        self.newly_ended()  # whoever ended before was not told by us
+        for child in self._children.values():
+            child.tell(number)
+        wait_for_end(self._children.values(), grace_s)
+        self.kill()
+
+    def kill(self) -> None:
+        """End whatever is left, with what it started. Signals are ignored meanwhile: the second must not save a worker."""
+        with _deaf():
+            for local_rank, child in self._children.items():
+                if child.poll() is None:
+                    self._killed.add(local_rank)
+                    child.kill()
+
+
+@contextlib.contextmanager
+def _deaf() -> Iterator[None]:
+    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in HANDLED}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)

@@ -1,0 +1,195 @@
+"""Programs as users start them (`python -m phalanx.cli.main run …`), forked from one warm process per pytest process.
+
+Starting Python and importing torch takes two seconds of a core, and a launcher with two workers does it two or three
+times. Here the program, its exit code, streams, signals, session and children are real; only the interpreter was there
+before. What must begin in a fresh interpreter says `cold=True`, and what has another environment than the warm process
+was loaded with (a PYTHONPATH of its own, say) gets a fresh interpreter by itself.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tests.cluster import leaks
+from tests.cluster.process import SEARCH_PATH
+
+if TYPE_CHECKING:
+    from phalanx.launch.start.starter import Starter
+
+_PR_SET_PDEATHSIG = 1
+_CLONE_NEWNET = 0x40000000  # of <sched.h>
+_NAMESPACE = "--network-namespace"
+# What makes a launch of its own: it gets a starter that was forked, not spawned.
+_LAUNCHERS = (["-m", "phalanx.cli.main"], ["-m", "phalanx_command"], ["-m", "phalanx"])
+
+_starter: Starter | None = None
+
+
+def warm_starter(environ: Mapping[str, str]) -> Starter | None:
+    """The starter of this pytest process, spawned when it is first asked for; None where the environment needs another."""
+    global _starter
+    # Imported here: it imports torch, which a test run that starts no program need not pay for.
+    from phalanx.launch.start.starter import Starter, signals_blocked
+
+    wanted = {**os.environ, "PYTHONPATH": SEARCH_PATH, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    if _starter is None or (_starter.fault and _starter.fits(wanted)):
+        with signals_blocked():
+            _starter = Starter.spawn(wanted)
+        leaks.PERMANENT_PIDS.add(_starter.pid)
+    return _starter if _starter.fits(environ) and _starter.is_ready() else None
+
+
+def stop_starter() -> None:
+    """End the starter, if there is one."""
+    global _starter
+    if _starter is not None:
+        _starter.close()
+        leaks.PERMANENT_PIDS.discard(_starter.pid)
+        _starter = None
+
+
+def use_for_launches() -> None:
+    """Have `launch` in this process fork its workers from the same starter. Does nothing before `launch` is imported."""
+    module = sys.modules.get("phalanx.launch.start.starter")
+    if module is not None:
+        module.keep(warm_starter)
+
+
+class Command(subprocess.Popen[Any]):
+    """A Popen of `[sys.executable, …]` whose process is forked from the warm one where that makes no difference."""
+
+    def __init__(self, command: list[str], cold: bool = False, **options: Any) -> None:
+        self._warm_arguments = None if cold else _arguments_of(command)
+        super().__init__(command, **options)
+
+    def _execute_child(self, args: list[str], *rest: Any) -> None:
+        # Private, but the one place where Popen makes a process; all its streams, waiting and time limits stay in use.
+        # tests/test_command.py notices when it moves.
+        (_, _, _, pass_fds, cwd, env, *_), pipes = rest, rest[9:15]
+        environ = dict(os.environ if env is None else env)
+        arguments = self._warm_arguments
+        starter = None if arguments is None else warm_starter({**environ, "PYTHONUNBUFFERED": "1"})
+        if starter is None or arguments is None:
+            super()._execute_child(args, *rest)  # type: ignore[misc]
+            return
+        self._fork(starter, arguments, environ, cwd, pass_fds, pipes)
+
+    def _fork(self, starter: Starter, args: list[str], environ: dict[str, str], cwd: Any, fds: Any, pipes: Any) -> None:
+        from phalanx.launch.start.order import Order
+        from phalanx.launch.start.starter import signals_blocked
+
+        p2cread, _, _, c2pwrite, _, errwrite = pipes
+        order = Order(
+            tuple(args),
+            environ,
+            stdin=p2cread if p2cread >= 0 else 0,
+            stdout=c2pwrite if c2pwrite >= 0 else 1,
+            stderr=errwrite if errwrite >= 0 else 2,
+            kept=tuple(fds),
+            cwd=os.fspath(cwd) if cwd is not None else None,
+            program=f"{__name__}:run_python",
+            new_session=False,
+        )
+        with signals_blocked():
+            child = starter.start(order)
+        os.close(child.sentinel)  # the Popen waits for it itself
+        self.pid = child.pid
+        self._child_created = True
+        self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
+
+
+def _arguments_of(command: list[str]) -> list[str] | None:
+    """What `run_python` is to run for this command line, or None where it is not for Python."""
+    words = [os.fspath(word) for word in command]
+    if words[0] == sys.executable:
+        return words[1:]
+    if words[:3] == ["ip", "netns", "exec"] and words[4] == sys.executable:
+        return [_NAMESPACE, words[3], *words[5:]]
+    return None
+
+
+def run_command(command: list[str], cold: bool = False, **options: Any) -> subprocess.CompletedProcess[Any]:
+    """`subprocess.run` on a `Command`: `capture_output`, `text`, `env`, `cwd`, `timeout`, `check`."""
+    timeout_s, check = options.pop("timeout", None), options.pop("check", False)
+    if options.pop("capture_output", False):
+        options |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with Command(command, cold, **options) as process:
+        try:
+            out, errors = process.communicate(timeout=timeout_s)
+        except BaseException:
+            process.kill()
+            raise
+        done = subprocess.CompletedProcess(command, process.returncode, out, errors)
+    if check:
+        done.check_returncode()
+    return done
+
+
+# ---- in the forked process
+
+
+def run_python(arguments: list[str]) -> Any:
+    """Do what `python *arguments` does: `-c code …`, `-m module …` or `script …`."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if arguments[0] == _NAMESPACE:
+        _enter_network(arguments[1])
+        arguments = arguments[2:]
+    if arguments[:2] in _LAUNCHERS or (arguments[0] == "-c" and "phalanx.cli.main" in arguments[1]):
+        job = _fork_own_starter()
+        if job is not None:
+            program, arguments = job
+            return program(arguments)
+    sys.orig_argv[:] = [sys.executable, *arguments]
+    if arguments[0] == "-c":
+        sys.argv[:] = ["-c", *arguments[2:]]
+        main = sys.modules["__main__"].__dict__
+        return exec(compile(arguments[1], "<string>", "exec"), main)
+    if arguments[0] == "-m":
+        sys.argv[:] = arguments[1:]
+        sys.path[0] = os.getcwd()
+        return runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+    sys.argv[:] = arguments
+    sys.path[0] = str(Path(arguments[0]).resolve().parent)
+    return runpy.run_path(arguments[0], run_name="__main__")
+
+
+def _enter_network(name: str) -> None:
+    """What `ip netns exec` does before it runs the program, as far as sockets are concerned."""
+    descriptor = os.open(f"/var/run/netns/{name}", os.O_RDONLY | os.O_CLOEXEC)
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.setns(descriptor, _CLONE_NEWNET) != 0:
+        raise OSError(ctypes.get_errno(), f"cannot enter the network {name}")
+    os.close(descriptor)
+
+
+def _fork_own_starter() -> tuple[Any, list[str]] | None:
+    """For a launcher: a starter below it, warm from its first moment. None in the launcher; else, in a worker, its job."""
+    from phalanx.launch.start import starter, warm
+    from phalanx.launch.start.child import Child
+
+    assert warm.loaded is not None, "this process was forked from a starter"
+    loaded = warm.Loaded(warm.loaded.environ, warm.loaded.title_bytes, warm.loaded.changes)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    launcher = os.getpid()
+    with starter.signals_blocked():
+        pid = os.fork()
+        if pid == 0:
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+            if os.getppid() != launcher:
+                os._exit(0)
+            os.setsid()
+            ours.close()
+            return warm.answer_orders(theirs, loaded)
+    theirs.close()
+    own = starter.Starter(Child(pid), ours, loaded.environ, is_ready=True)
+    starter.keep(lambda environ: own)
+    return None
