@@ -117,6 +117,34 @@ def _in_backward() -> Step:
     return step
 
 
+def _joining() -> Step:
+    """A context per step: one batch of its own, then the rank has joined."""
+    ddp = phalanx.DistributedDataParallel(Net().to("sim"), bucket_cap_mb=0.01)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+
+    def step(x: torch.Tensor) -> None:
+        with ddp.join():
+            ddp(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return step
+
+
+def _compiled() -> Step:
+    ddp = phalanx.DistributedDataParallel(Net().to("sim"), bucket_cap_mb=0.01)
+    model = torch.compile(ddp, backend="phalanx")
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+
+    def step(x: torch.Tensor) -> None:
+        model(x).square().mean().backward()
+        assert ddp.reducer.choose_buckets is not None, "nothing was compiled"
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
 def _delayed() -> Step:
     model = Net().to("sim")
     late = [("sometimes.weight", model.sometimes.weight), ("sometimes.bias", model.sometimes.bias)]
@@ -254,6 +282,7 @@ MIXTURES: dict[str, Callable[[], Step]] = {
     "step in backward": _in_backward,
     "delayed parameters": _delayed,
     "traced": _traced,
+    "compiled": _compiled,
     "gradients on several streams": _several_streams,
     "gradients on several streams, static": partial(_several_streams, **_static),
 }
@@ -262,6 +291,7 @@ MIXTURES: dict[str, Callable[[], Step]] = {
 WAITING: dict[str, Callable[[], Step]] = {
     "reentrant checkpointing": partial(_checkpointed, True),
     "reentrant checkpointing, static": partial(_checkpointed, True, **_static),
+    "join": _joining,
     "nonfinite skipped": partial(_mixed, {"on_nonfinite": "skip"}),
     "drift": partial(_mixed, {"check_drift_every": 1}),
 }

@@ -21,6 +21,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 import phalanx
 from phalanx.comm import hooks
 from phalanx.ddp.features.precision import MixedPrecision
+from phalanx.observe import trace
 
 from .memory import ledger
 from .streams import Stream, arrive, current_stream
@@ -234,6 +235,8 @@ def observe(name: str, make: Callable[[], Step] | None = None) -> Finding:
         frames = reversed(traceback.extract_tb(error.__traceback__)[-5:])
         where = " < ".join(f"{frame.name}:{frame.lineno}" for frame in frames)
         return Finding(0, 0, error=f"{type(error).__name__}: {error} ({where})")
+    finally:
+        trace.stop()  # a scenario may have started one
 
 
 def _observe(make: Callable[[], Step], warm: int, num_steps: int) -> Finding:

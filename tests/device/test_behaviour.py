@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 import phalanx
 from phalanx.cli.selftest import device as selftest
+from phalanx.ddp.agreement import device_for
 from phalanx.ddp.reducer.strategy import AllReduce
 from phalanx.errors import MismatchError
 from phalanx.launch import worker
@@ -198,6 +199,14 @@ def _nonfinite() -> dict[str, Any]:
     return {"dropped": [param.grad is None for param in ddp.parameters()]}
 
 
+def _without_set_device() -> dict[str, Any]:
+    """A group for the device alone, parameters on its second one, and the first one current as nobody has set it."""
+    group = dist.group.WORLD
+    second = torch.device("sim", 1)
+    served = {device.type for device in group._device_types}
+    return {"served": served, "messages": str(device_for(group, second)), "current": torch.sim.current_device()}
+
+
 def _composite() -> dict[str, Any]:
     """The device's own backend beside shared memory, as c10d makes such a group by name."""
     store = dist.HashStore()
@@ -224,6 +233,7 @@ _FUNCTIONS: dict[str, Callable[[], Any]] = {
     "times": _times,
     "threads": _threads_of_the_engine,
     "nonfinite": _nonfinite,
+    "without set_device": _without_set_device,
     "composite": _composite,  # last: it leaves the group that the others use
 }
 
@@ -278,6 +288,10 @@ def test_hooks_in_the_devices_thread_know_which_pass_they_are_in() -> None:
 
 def test_nonfinite_gradients_are_dropped_in_the_same_step() -> None:
     assert _found()["nonfinite"] == {"dropped": [True] * 4}
+
+
+def test_ranks_meet_on_the_device_of_their_parameters_not_on_the_current_one() -> None:
+    assert _found()["without set_device"] == {"served": {"sim"}, "messages": "sim:1", "current": 0}
 
 
 def test_selftest_of_the_doctor_trains_on_the_device() -> None:
