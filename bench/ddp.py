@@ -9,6 +9,7 @@ the time a step takes beyond the model alone with the same heap. Peak memory is 
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 import phalanx
-from bench import ranks
+from bench import ddp_device, ranks
 from bench.measure import Samples, Weighing, ratio, warm_up
 from bench.models import CASES, SIZES, Case
 from bench.table import Result, Row, options, present
@@ -138,13 +139,27 @@ def _memory_rows(case: str, contenders: list[str], bucket_view: bool) -> list[Ro
     return [memory_row(f"{case}: peak memory", held[ours], held[TORCH]) for ours in contenders]
 
 
+def _on_device(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> None:
+    problem = ddp_device.unfit(parsed.device)
+    if problem is not None:
+        parser.error(problem)
+    rounds = 3 if parsed.quick else parsed.rounds
+    # Rows of sparse gradients are summed on gloo and nccl alike; their host waits are known, and not what is asked here.
+    cases = parsed.case or [name for name, case in CASES.items() if not case.sparse]
+    present(ddp_device.measure(cases, parsed.device, rounds, parsed.gradient_as_bucket_view), parsed)
+
+
 def main() -> None:
     parser = options("phalanx DDP beside torch DDP, two ranks")
     parser.add_argument("--case", action="append", choices=list(CASES), help="only these models")
     parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--no-memory", action="store_true", help="leave peak memory out")
     parser.add_argument("--gradient-as-bucket-view", action="store_true", help="for both sides")
+    parser.add_argument("--device", default="cpu", help="cpu (default), or a kind of device of which there are two: cuda")
     parsed = parser.parse_args()
+    if parsed.device != "cpu":
+        _on_device(parser, parsed)
+        return
     shared_memory = "phalanx" in dist.Backend.backend_list
     view = parsed.gradient_as_bucket_view
     best = OURS_SHM if shared_memory else OURS_GLOO

@@ -62,7 +62,7 @@ def _pass_on(rank: int, stream: str, line: str) -> None:
 def main(function: str, arguments: str, folder: str) -> None:
     """One rank."""
     module, _, name = function.partition(":")
-    with init("gloo") as worker:
+    with init("gloo", device="cpu") as worker:  # a benchmark on devices takes its own
         value = getattr(importlib.import_module(module), name)(worker, **json.loads(arguments))
         (Path(folder) / f"{worker.rank}.json").write_text(json.dumps(value))
 

@@ -50,13 +50,17 @@ class Turns:
             self._turn += 1
         self._await(self._turn)
 
-    def steps_in_a_block(self, name: str, step: Callable[[], object], block_s: float) -> int:
-        """How many steps of contender `name` fill a block; the same number for everybody."""
+    def steps_in_a_block(
+        self, name: str, step: Callable[[], object], block_s: float, settle: Callable[[], object] | None = None
+    ) -> int:
+        """How many steps of contender `name` fill a block; the same number for everybody. `settle` ends what steps began."""
 
         def measure() -> None:
             started = time.perf_counter()
             for _ in range(2):
                 step()
+            if settle is not None:
+                settle()
             if self.place == 0:
                 num_steps = max(1, round(2 * block_s / (time.perf_counter() - started)))
                 self._store.set("steps", str(num_steps))
@@ -64,16 +68,22 @@ class Turns:
         self.take([name], measure)
         return int(self._store.get("steps"))
 
-    def interleave(self, step: Callable[[], object], num_rounds: int, steps_a_round: int) -> list[float]:
-        """Milliseconds a step of this contender, one value a round."""
+    def interleave(
+        self, step: Callable[[], object], num_rounds: int, steps_a_round: int, settle: Callable[[], object] | None = None
+    ) -> list[float]:
+        """Milliseconds a step of this contender, one value a round. `settle` waits for a device before time is taken."""
         found: list[float] = []
 
         def block() -> None:
             for _ in range(_WAKING_STEPS):
                 step()
+            if settle is not None:
+                settle()
             started = time.perf_counter()
             for _ in range(steps_a_round):
                 step()
+            if settle is not None:
+                settle()
             found.append(1e3 * (time.perf_counter() - started) / steps_a_round)
 
         gc.collect()

@@ -7,13 +7,14 @@ import json
 import mmap
 import time
 from pathlib import Path
+from unittest import mock
 from xml.etree import ElementTree
 
 import pytest
 import torch
 from rich.console import Console
 
-from bench import peers
+from bench import ddp, peers
 from bench.measure import Samples, Weighing, interleave, ratio
 from bench.models import CASES, SIZES
 from bench.plot import draw
@@ -128,3 +129,12 @@ def test_every_model_trains(name: str) -> None:
     assert all(parameter.grad is not None for parameter in model.parameters())
     optimizer.step()
     assert torch.isfinite(case.loss(model, batch))
+
+
+def test_benchmark_on_a_device_that_is_not_there_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    if torch.accelerator.is_available():
+        pytest.skip("there is a device")
+    with mock.patch("sys.argv", ["ddp", "--device", "cuda"]), pytest.raises(SystemExit) as ended:
+        ddp.main()
+    assert ended.value.code == 2
+    assert "torch can use no such device here (it has none), and 2 are needed" in capsys.readouterr().err

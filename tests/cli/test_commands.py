@@ -11,7 +11,8 @@ from unittest import mock
 import pytest
 import torch
 
-from phalanx.cli.doctor import self_test
+from phalanx.cli import doctor
+from phalanx.cli.doctor import device_self_test, self_test
 from phalanx.cli.main import main
 from phalanx.cli.run import parse_nodes, parse_workers
 from phalanx.launch import machine
@@ -107,6 +108,20 @@ def test_doctor_trains_on_two_ranks() -> None:
     answer = self_test()
     assert answer.level is Level.GOOD, answer.text
     assert "2 workers on" in answer.text and "trained and agree" in answer.text
+
+
+def test_doctor_says_that_the_test_on_two_gpus_was_not_run() -> None:
+    with mock.patch.object(machine, "num_devices", return_value=1):
+        answer = device_self_test()
+    assert answer.level is Level.NOTE and answer.text == "not run: it needs two GPUs, this machine has 1"
+
+
+def test_doctor_tells_what_two_gpus_found() -> None:
+    found = {"backend": "cpu:gloo,cuda:nccl", "watched": True, "seconds": 9.0, "differences": {"plain": 1e-7, "ZeRO": 2e-6}}
+    with mock.patch.object(machine, "num_devices", return_value=2), mock.patch.object(doctor, "_run", return_value=found):
+        answer = device_self_test()
+    assert answer.level is Level.GOOD
+    assert "in 2 ways like one process, off by at most 2.0e-06; no steady step waited for the device" in answer.text
 
 
 def test_doctor_shows_the_remedy_and_exits_with_1(capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,11 +18,13 @@ from phalanx import GradBucket
 from phalanx.comm import hooks
 from phalanx.comm.torch_backend import TorchCollectives
 from phalanx.ddp.buckets.bucket import DenseBucket
+from phalanx.ddp.passes.streams import GradientStreams
 from phalanx.ddp.reducer.strategy import AllReduce, Strategy
 
 from . import futures
 from .clocks import place
 from .group import SimWork
+from .mixtures import MIXTURES
 from .scenarios import SCENARIOS, Finding, hooked, observe
 from .streams import Stream, current_stream
 
@@ -205,7 +207,34 @@ def _bad_hook(hook: Any) -> Callable[[Fired], Any]:
     return lambda fired: hooked(hook, lambda: fired)
 
 
+def _left_out(owner: Any, name: str, instead: Callable[..., Any]) -> Seed:
+    """The call does nothing."""
+
+    def seed(fired: Fired) -> Any:
+        def make(_: Any) -> Any:
+            def nothing(*args: Any, **kwargs: Any) -> Any:
+                fired.append(name)
+                return instead()
+
+            return nothing
+
+        return _replaced(owner, name, make)
+
+    return seed
+
+
+_SEVERAL = "gradients on several streams"
+
 MISTAKES: dict[str, Mistake] = {
+    "bucket launched before its gradients on other streams": Mistake(
+        _SEVERAL, _left_out(GradientStreams, "launching", contextlib.nullcontext)
+    ),
+    "static bucket launched before its gradients on other streams": Mistake(
+        f"{_SEVERAL}, static", _left_out(GradientStreams, "launching", contextlib.nullcontext)
+    ),
+    "given out without naming memory to the allocator": Mistake(
+        _SEVERAL, _left_out(GradientStreams, "hold", lambda: None)
+    ),
     "no wait for a bucket": Mistake("ddp plain", _no_wait("ddp/reducer/")),
     "no wait for a bucket, views": Mistake("ddp views", _no_wait("ddp/reducer/")),
     "no wait for a bucket, weights": Mistake("ddp weights", _no_wait("ddp/reducer/")),
@@ -265,6 +294,9 @@ class Verdict:
     error: str | None
 
 
+_ALL = {**SCENARIOS, **MIXTURES}
+
+
 def judge(names: list[str]) -> dict[str, Verdict]:
     """Each mistake beside the same scenario without it."""
     clean: dict[str, Finding] = {}
@@ -272,10 +304,10 @@ def judge(names: list[str]) -> dict[str, Verdict]:
     for name in names:
         mistake = MISTAKES.get(name, FUTURE_MISTAKE)
         if mistake.scenario not in clean:
-            clean[mistake.scenario] = observe(mistake.scenario)
+            clean[mistake.scenario] = observe(mistake.scenario, _ALL[mistake.scenario])
         fired: Fired = []
         with mistake.seed(fired):
-            make = SCENARIOS[mistake.scenario] if mistake.make is None else (lambda made=mistake.make, f=fired: made(f))
+            make = _ALL[mistake.scenario] if mistake.make is None else (lambda made=mistake.make, f=fired: made(f))
             wrong = observe(mistake.scenario, make)
         new = sorted(set(wrong.races) - set(clean[mistake.scenario].races))
         found[name] = Verdict(len(fired), new[:5], wrong.error)

@@ -21,11 +21,13 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 import phalanx
 from phalanx.comm import hooks
 from phalanx.ddp.features.precision import MixedPrecision
+from phalanx.observe import trace
 
 from .memory import ledger
 from .streams import Stream, arrive, current_stream
 
 Step = Callable[[torch.Tensor], None]
+_WARM = 1
 _NUM_JUDGED = 3
 _WIDE = 300  # 256 x 300 elements: beyond every threshold for large gradients and for sampling
 
@@ -217,14 +219,14 @@ SCENARIOS: dict[str, Callable[[], Step]] = {
     "zero overlapped, mixed precision": partial(_zero, True, ddp_options={"mixed_precision": _LOW}),
     "zero overlapped, fp16 hook": partial(_zero, True, hook=hooks.fp16_compress_hook),
 }
-# Steps before the judged ones, where it is not the first alone.
-_WARM = {name: 4 for name in SCENARIOS if "powersgd" in name}
+# Steps before the judged ones: the first settles the plan. PowerSGD has a few more of its own kind.
+_POWERSGD_WARM = 4
 
 
 def observe(name: str, make: Callable[[], Step] | None = None) -> Finding:
     """Train the scenario and look at its steps after the warm ones."""
     torch.manual_seed(0)
-    warm = _WARM.get(name, 2)
+    warm = _POWERSGD_WARM if "powersgd" in name else _WARM
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -233,6 +235,8 @@ def observe(name: str, make: Callable[[], Step] | None = None) -> Finding:
         frames = reversed(traceback.extract_tb(error.__traceback__)[-5:])
         where = " < ".join(f"{frame.name}:{frame.lineno}" for frame in frames)
         return Finding(0, 0, error=f"{type(error).__name__}: {error} ({where})")
+    finally:
+        trace.stop()  # a scenario may have started one
 
 
 def _observe(make: Callable[[], Step], warm: int, num_steps: int) -> Finding:

@@ -87,6 +87,9 @@ class Subject:
                 raise torn(f"rank {one.rank}")
         if not getattr(self.wrapper, "require_backward_grad_sync", True):
             raise StateError(f"{who}save() inside no_sync() would lose gradients that add up there. Save after the step.")
+        for trainer in (self.ddp, *(getattr(one, "wrapper", None) for one in self.optimizers.values())):
+            if isinstance(trainer, DistributedDataParallel):
+                trainer.verify()  # on a device, the last step may not have been judged yet
         if self.ddp is None:
             return
         self.ddp.reducer.require_idle()

@@ -18,13 +18,7 @@ from .collectives import Collectives, Work, as_real
 from .failure.agreement import StoreAgreement, agreement_of
 from .group.process_group import collectives_of
 from .memory.pages import zeros_in_pages
-from .work import StreamWork
-
-
-def _started(work: Any, tensor: torch.Tensor) -> Work:
-    """c10d's functions return None on ranks outside the group, where none of ours is ever called."""
-    started: Work = work
-    return started if tensor.device.type == "cpu" else StreamWork(started)
+from .work import started
 
 
 class TorchCollectives(Collectives):
@@ -56,7 +50,7 @@ class TorchCollectives(Collectives):
             # Scaling first keeps half-precision sums in range, whatever the number of ranks.
             tensor.mul_(scale)
         self._launches("all_reduce", tensor)
-        return _started(dist.all_reduce(as_real(tensor), group=self.group, async_op=True), tensor)
+        return started(dist.all_reduce(as_real(tensor), group=self.group, async_op=True), tensor)
 
     def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, scale: float = 1.0) -> Work:
         if scale != 1.0:
@@ -64,19 +58,19 @@ class TorchCollectives(Collectives):
             input.mul_(scale)
         self._launches("reduce_scatter", input)
         work = dist.reduce_scatter_single(as_real(output), as_real(input), group=self.group, async_op=True)
-        return _started(work, input)
+        return started(work, input)
 
     def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Work:
         self._launches("all_gather", output)
         work = dist.all_gather_single(as_real(output), as_real(input), group=self.group, async_op=True)
-        return _started(work, output)
+        return started(work, output)
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> Work:
         self._launches("broadcast", tensor, source)
         return self._broadcast(tensor, source)
 
     def _broadcast(self, tensor: torch.Tensor, source: int) -> Work:
-        return _started(dist.broadcast(as_real(tensor), group=self.group, group_src=source, async_op=True), tensor)
+        return started(dist.broadcast(as_real(tensor), group=self.group, group_src=source, async_op=True), tensor)
 
 
 class UnregisteredCollectives(TorchCollectives):
@@ -98,19 +92,19 @@ class UnregisteredCollectives(TorchCollectives):
         whole = as_real(input).clone()
         if scale != 1.0:
             whole.mul_(scale)
-        work = _started(dist.all_reduce(whole, group=self.group, async_op=True), whole)
+        work = started(dist.all_reduce(whole, group=self.group, async_op=True), whole)
         mine = whole.view(-1).chunk(self.world)[self.rank]
         return SlicedWork(work, mine, as_real(output).view(-1))
 
     def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Work:
         parts = list(as_real(output).view(-1).chunk(self.world))
         # By this signature: such groups may be written in Python, and have one of c10d's several.
-        return _started(self.group.allgather([parts], [as_real(input).view(-1)], AllgatherOptions()), output)
+        return started(self.group.allgather([parts], [as_real(input).view(-1)], AllgatherOptions()), output)
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> Work:
         options = BroadcastOptions()
         options.rootRank = source
-        return _started(self.group.broadcast([as_real(tensor)], options), tensor)
+        return started(self.group.broadcast([as_real(tensor)], options), tensor)
 
 
 class SlicedWork:

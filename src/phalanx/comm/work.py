@@ -21,6 +21,12 @@ class Work(Protocol):
         """The result as a future, for those who chain on it."""
 
 
+def started(work: Any, tensor: torch.Tensor) -> Work:
+    """What c10d has launched for `tensor`, as `Collectives.wait` may wait for it: on a device without a time limit."""
+    launched: Work = work  # c10d's functions return None on ranks outside the group, where none of ours is ever called
+    return launched if tensor.device.type == "cpu" else StreamWork(launched)
+
+
 class StreamWork:
     """A collective on a device. To wait for it orders the current stream after it; the host goes on.
 

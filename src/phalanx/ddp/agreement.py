@@ -19,9 +19,13 @@ from ..plan import BucketPlan
 _COUNT_BYTES = 8
 
 
-def _device_of(group: dist.ProcessGroup) -> torch.device:
-    types = {device.type for device in group._device_types}
-    return torch.device("cpu" if "cpu" in types or not types else next(iter(types)))
+def device_for(group: dist.ProcessGroup, device: torch.device) -> torch.device:
+    """Where messages of this group can be: on the CPU if it serves that, else on `device`, the parameters'.
+
+    Not on a device without a number, which is the current one: where nobody has set it, all ranks would meet on the first.
+    """
+    types = {served.type for served in group._device_types}
+    return torch.device("cpu") if "cpu" in types or not types else device
 
 
 def _describe(spec: dict[str, Any] | None) -> str:
@@ -68,14 +72,16 @@ def _gather_texts(text: str, collectives: Collectives, device: torch.device) -> 
     return [bytes(row[:length].tolist()).decode() for row, length in zip(rows, sizes.tolist(), strict=True)]
 
 
-def verify_same(plan: BucketPlan, settings: str, collectives: Collectives, count: int) -> int:
+def verify_same(
+    plan: BucketPlan, settings: str, collectives: Collectives, count: int, device: torch.device
+) -> int:
     """Raise MismatchError on every rank unless all have the same plan and the same `settings`.
 
-    Returns the largest `count` of any rank.
+    `device` is that of the parameters. Returns the largest `count` of any rank.
     """
     told = count.to_bytes(_COUNT_BYTES, "big") + bytes.fromhex(plan.hash) + settings.encode().ljust(96)[:96]
     mine = torch.frombuffer(bytearray(told), dtype=torch.uint8)
-    device = _device_of(collectives.group)
+    device = device_for(collectives.group, device)
     mine = mine.to(device)
     everyone = torch.empty(collectives.world * mine.numel(), dtype=torch.uint8, device=device)
     collectives.wait(collectives.all_gather(everyone, mine), "comparing the models of the ranks")

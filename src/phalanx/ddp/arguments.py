@@ -271,6 +271,13 @@ def check_on_nonfinite(on_nonfinite: Any) -> str | None:
     return None if on_nonfinite is None else str(on_nonfinite)
 
 
+def check_on_late_mismatch(action: Any) -> str:
+    """What becomes of means that are known to be wrong only after they were given out."""
+    if action not in ("raise", "poison"):
+        raise ConfigError(f'on_late_mismatch must be "raise" or "poison", got {action!r}.')
+    return str(action)
+
+
 def check_every(every: Any) -> int | None:
     """After how many backwards parameters are compared; None for never."""
     if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
@@ -286,7 +293,7 @@ def in_words(wrapper: Any) -> dict[str, str]:
     """The arguments that must be equal on all ranks beside the model and its buckets."""
     names = (
         "forward_sync_buffers find_unused_parameters gradient_as_bucket_view static_graph skip_all_reduce_unused_params "
-        "batched_grad_copy on_unused on_nonfinite check_drift_every"
+        "batched_grad_copy on_unused on_nonfinite on_late_mismatch check_drift_every"
     )
     words = {name: str(getattr(wrapper, name)) for name in names.split()}
     words["device"] = wrapper.device_type

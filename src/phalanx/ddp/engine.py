@@ -54,10 +54,23 @@ _BACKWARD, _GRAD = torch.autograd.backward.__code__, torch.autograd.grad.__code_
 
 def accumulates() -> bool:
     """Whether the running pass is one of `backward()`, for all leaves; not of `autograd.grad`, nor for chosen inputs."""
-    frame: FrameType | None = sys._getframe(1)
+    frame = _caller_in(sys._getframe(1))
+    if frame is None:
+        # Autograd has a thread per device, whose stack does not reach back to the caller: he waits in another one.
+        found = map(_caller_in, sys._current_frames().values())
+        return any(caller is not None and _is_for_all_leaves(caller) for caller in found)
+    return _is_for_all_leaves(frame)
+
+
+def _caller_in(frame: FrameType | None) -> FrameType | None:
+    """The innermost call of `backward()` or `autograd.grad` on this stack."""
     while frame is not None and frame.f_code not in (_BACKWARD, _GRAD):
         frame = frame.f_back
-    return frame is not None and frame.f_code is _BACKWARD and frame.f_locals.get("inputs") is None
+    return frame
+
+
+def _is_for_all_leaves(caller: FrameType) -> bool:
+    return caller.f_code is _BACKWARD and caller.f_locals.get("inputs") is None
 
 
 def enclosing_function() -> Any:
@@ -65,11 +78,13 @@ def enclosing_function() -> Any:
     node, num_passes = None, 0
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if frame.f_code is _FUNCTION:
+        # Whatever runs a pass is itself part of one. Not by counting two passes: in autograd's thread for a device the
+        # outermost one is on no stack.
+        if frame.f_code is _FUNCTION and num_passes:
             node = frame.f_locals["self"]
         num_passes += frame.f_code is _ENGINE
         frame = frame.f_back
-    return node if num_passes > 1 else None
+    return node
 
 
 def call_in_enclosing(node: Any, callback: Callable[[], Any]) -> None:

@@ -25,7 +25,6 @@ from ..comm.memory.heap import keep_freed_memory
 from ..comm.replicate import replicate
 from ..comm.torch_backend import collectives_for
 from ..errors import PhalanxError, ReductionError
-from ..observe import trace
 from ..optim.in_backward import in_backward_optimizers
 from ..plan import BucketPlan, build_plan, specs_of
 from ..plan.buckets import DEFAULT_CAP_BYTES
@@ -36,6 +35,7 @@ from .features.buffers import BufferHookLocation, BufferSync
 from .features.bypass import Bypass
 from .features.dist_autograd import current_context, gradients_of_context
 from .features.drift import DriftCheck
+from .features.durable import verify_before_state
 from .features.in_backward import StepInBackward, SteppedInBackward
 from .features.join import JoinedTraining, announce_reduction, common_rank
 from .features.nonfinite import NonFinite
@@ -75,12 +75,14 @@ def _activate(wrapper: Any, cut_key: str | None) -> None:
 class DistributedDataParallel(TorchBase):
     """Train `module` on every rank of a group with gradients averaged during backward.
 
-    All of torch 2.13's arguments are taken and mean the same. Three more: `on_unused` says what to do when no rank used some
+    All of torch 2.13's arguments are taken and mean the same. Four more: `on_unused` says what to do when no rank used some
     parameter: "warn" once (default), "raise", or "ignore". `on_nonfinite` says what to do about NaN and infinity in a rank's
     own gradients, before they spread: "raise", "warn", "skip" (drop the step's gradients on every rank), or nothing
-    (default). `check_drift_every` compares the parameters of the ranks after every so many backwards. Parameters and
-    buffers are replicated from rank 0 at construction; after every backward all ranks hold bit-identical gradients. It is
-    a subclass of torch's wrapper, for libraries that ask, and runs none of its code.
+    (default). `on_late_mismatch="poison"` is for devices, where a step whose ranks did not belong together is found out one
+    step late: its gradients become NaN on the device, so that they are not applied unseen. `check_drift_every` compares the
+    parameters of the ranks after every so many backwards. Parameters and buffers are replicated from rank 0 at
+    construction; after every backward all ranks hold bit-identical gradients. It is a subclass of torch's wrapper, for
+    libraries that ask, and runs none of its code.
     """
 
     def __init__(
@@ -108,6 +110,7 @@ class DistributedDataParallel(TorchBase):
         *,
         on_unused: str | None = None,
         on_nonfinite: str | None = None,
+        on_late_mismatch: str = "raise",
         check_drift_every: int | None = None,
     ) -> None:
         torch.nn.Module.__init__(self)  # not torch's wrapper's, of which nothing runs
@@ -150,6 +153,7 @@ class DistributedDataParallel(TorchBase):
         self.mixed_precision = mixed_precision
         self.on_unused = arguments.choose_on_unused(on_unused, find_unused_parameters or static_graph)
         self.on_nonfinite = arguments.check_on_nonfinite(on_nonfinite)
+        self.on_late_mismatch = arguments.check_on_late_mismatch(on_late_mismatch)
         self.check_drift_every = arguments.check_every(check_drift_every)
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = True
@@ -185,6 +189,7 @@ class DistributedDataParallel(TorchBase):
             static_graph=self.static_graph,
             on_unused=self.on_unused,
             drop_unused=self.skip_all_reduce_unused_params,
+            poisons_late=self.on_late_mismatch == "poison",
         )
         params = [param for _, param in self._trained]
         self.reducer = Reducer(params, self._first_plan, self.collectives, options, self._number)
@@ -196,6 +201,7 @@ class DistributedDataParallel(TorchBase):
             self.reducer.listeners.append(NonFinite(self.reducer, self.on_nonfinite))
         if self.check_drift_every is not None:
             self.reducer.listeners.append(DriftCheck(self, self.check_drift_every))
+        verify_before_state(self.module, self)
         _ = self.collectives.board  # from now on the other ranks are told if this process ends by an exception
         announce(self)
 
@@ -211,7 +217,7 @@ class DistributedDataParallel(TorchBase):
         self.collectives.agree("the arguments of DistributedDataParallel", arguments.in_words(self))
         settings = f"views={self.gradient_as_bucket_view} buffers={self.forward_sync_buffers}"
         order = order_of(self.collectives.group)
-        order.num_named = verify_same(self._first_plan, settings, self.collectives, order.num_named) + 1
+        order.num_named = verify_same(self._first_plan, settings, self.collectives, order.num_named, self.device) + 1
         return order.num_named
 
     def replicate_module(self, source: int, with_buffers: bool = True) -> None:
@@ -292,7 +298,7 @@ class DistributedDataParallel(TorchBase):
 
     @untraced
     def _after_forward(self, forward: Forward | None, output: Any) -> None:
-        self.timeline.forward_end_ns = trace.now_ns()
+        self.timeline.forward_ended()
         if torch.is_grad_enabled() or self._join_config.enable:
             self._sync_buffers_at(BufferHookLocation.POST_FORWARD)
         if forward is None:
@@ -403,7 +409,8 @@ class DistributedDataParallel(TorchBase):
         """Return when every backward so far is known to have averaged what belonged together; raise if one has not.
 
         On the CPU that is known at the end of each backward. On a device the host does not wait for it: a step is judged at
-        the end of the next one, or here. `state_dict` and the `Checkpointer` ask before anything is kept.
+        the end of the next one, or here. Asked before anything is kept: by `state_dict`, also of the wrapped module and of
+        `ZeroRedundancyOptimizer`, by the `Checkpointer`, at the end of `join`, and by the worker that leaves.
         """
         self.reducer.verdicts.judge(self.reducer)
 

@@ -54,7 +54,8 @@ class Statistics:
 
 
 def summarise(reducer: Reducer, timeline: Timeline) -> Statistics:
-    """The reducer's last sampled step; all zero before the first one."""
+    """The reducer's last sampled step; all zero before the first one. Of a device, the last one that it has come past."""
+    timeline.read_device()
     times = timeline.latest
     origin = 0 if times is None else times.backward_start_ns
 

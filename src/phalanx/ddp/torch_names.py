@@ -161,6 +161,7 @@ class TorchNames:
         ddp = self._ddp
         reducer = ddp.reducer
         timeline, plan = ddp.timeline, reducer.plan
+        timeline.read_device()
         sizes = ", ".join(str(bucket.num_bytes) for bucket in plan.buckets)
         dtypes = sorted({_DTYPE_NAMES.get(spec.dtype, str(spec.dtype)) for spec in plan.specs})
         data: dict[str, Any] = {

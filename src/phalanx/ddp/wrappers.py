@@ -32,6 +32,12 @@ def listen(method: Callable[[DistributedDataParallel], None]) -> None:
     _listeners.append(weakref.WeakMethod(method))
 
 
+def verify_all() -> None:
+    """Return when every wrapper's backwards are known to have averaged what belonged together; raise if one has not."""
+    for wrapper in known_wrappers():
+        wrapper.verify()
+
+
 def known_wrappers() -> list[DistributedDataParallel]:
     """The wrappers that are alive, the latest first."""
     alive = [known() for known in reversed(_wrappers)]

@@ -94,6 +94,12 @@ def gpu() -> Answer:
     return Answer("GPU", Level.NOTE, "none; training runs on the CPU")
 
 
+def num_devices() -> int:
+    """How many devices torch can use beside the CPU."""
+    has_any = torch.accelerator.current_accelerator(check_available=True) is not None
+    return torch.accelerator.device_count() if has_any else 0
+
+
 def threads() -> Answer:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     setting = os.environ.get("OMP_NUM_THREADS")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
@@ -47,7 +48,9 @@ class Worker:
         # Weak: a group that the script destroys must be able to go.
         self._group = weakref.ref(dist.group.WORLD)
         # A group of nccl alone moves nothing that is not on a GPU.
-        self._exchange = Exchange(self.rank, self.world, device if backend == "nccl" else torch.device("cpu"))
+        world = dist.group.WORLD
+        served = set() if world is None else {kind.type for kind in world._device_types}
+        self._exchange = Exchange(self.rank, self.world, torch.device("cpu") if "cpu" in served or not served else device)
 
     def is_of(self, group: dist.ProcessGroup | None) -> bool:
         """Whether `group` is the one this worker joined."""
@@ -133,7 +136,7 @@ class Worker:
     ) -> None:
         if isinstance(error, Exception):
             last_words.tell(error)  # while there is a group in which to say it
-        leave()
+        _leave(verifies=error is None)
 
 
 _worker: Worker | None = None
@@ -176,12 +179,32 @@ def init(
 
 
 def leave() -> None:
-    """Leave the group that `init` joined. Harmless when there is none, and in a child that was forked since."""
+    """Leave the group that `init` joined. Harmless when there is none, and in a child that was forked since.
+
+    On a device the last step is judged here, while the ranks can still tell each other what was wrong with it: raises
+    MismatchError or ReductionError if its gradients did not belong together, after having left.
+    """
+    _leave(verifies=True)
+
+
+def _leave_at_exit() -> None:
+    # A script that ended by an exception has said what is wrong; the ranks may be anywhere.
+    _leave(verifies=getattr(sys, "last_value", None) is None)
+
+
+def _leave(verifies: bool) -> None:
     global _worker
     is_inherited = _worker is not None and _worker.pid != os.getpid()
     _worker = None
     # A forked child has the group's memory and none of its threads: to leave would wait for those for ever.
-    if dist.is_initialized() and not is_inherited:
+    if not dist.is_initialized() or is_inherited:
+        return
+    # Only if somebody has wrapped a model: importing the wrapper here would cost every program.
+    wrappers = sys.modules.get("phalanx.ddp.wrappers")
+    try:
+        if verifies and wrappers is not None:
+            wrappers.verify_all()
+    finally:
         # Or the end of the group would wait for collectives that a failed rank has left under way.
         gloo_threads.rest()
         dist.destroy_process_group()
@@ -197,7 +220,7 @@ def _join(environment: Environment, backend: str, timeout_s: float | None) -> No
         os.environ.setdefault("MASTER_PORT", str(environment.port))
         dist.init_process_group(backend, rank=environment.rank, world_size=environment.world, timeout=timeout)
     # A group left to interpreter shutdown is torn down in an undefined order; leave it while all is alive.
-    atexit.register(leave)
+    atexit.register(_leave_at_exit)
 
 
 def _adopt(environment: Environment, backend: str | None) -> tuple[Environment, str]:
@@ -312,7 +335,8 @@ def _check_usable(environment: Environment, backend: str) -> None:
                 f"rank {environment.rank}: this build of torch comes without {name!r}. Leave the backend to "
                 "phalanx.init(), or install a torch that has it."
             )
-        if name == "nccl" and not torch.cuda.is_available():
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        if name == "nccl" and (accelerator is None or accelerator.type != "cuda"):
             raise ConfigError(
                 f"rank {environment.rank}: nccl moves tensors between GPUs, and this host has none that torch can use. "
                 "Leave the backend to phalanx.init(), or pass 'gloo'."

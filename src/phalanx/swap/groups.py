@@ -16,8 +16,11 @@ from ..comm.group import process_group as _registered  # noqa: F401
 def swapped_backend(backend: str | None) -> str:
     """The backend to use where `backend` was asked for: ours in place of gloo, whatever is for other devices as it is."""
     if backend is None:
-        # What torch would choose by itself: gloo for the processor, nccl for GPUs where there are any.
-        return "cpu:phalanx,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "phalanx"
+        # What torch would choose by itself: gloo for the processor, and what its device has (nccl) where there is one.
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        own = None if accelerator is None else dist.Backend.default_device_backend_map.get(accelerator.type)
+        is_there = own not in (None, "gloo") and dist.is_backend_available(str(own))
+        return f"cpu:phalanx,{accelerator.type}:{own}" if accelerator is not None and is_there else "phalanx"
     pieces = [piece.rpartition(":") for piece in str(backend).split(",")]
     ours = [(device, colon, "phalanx" if name.lower() == "gloo" else name) for device, colon, name in pieces]
     return ",".join("".join(piece) for piece in ours)

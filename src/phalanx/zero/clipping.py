@@ -49,7 +49,7 @@ def clip_shards(
     if not grads:
         return torch.tensor(0.0)
     shards = [part for part in shards if part.numel()]
-    norms = [_norm(part, norm_type).to(grads[0].device) for part in shards]
+    norms = [_norm(part, norm_type).to(grads[0].device, non_blocking=True) for part in shards]
     own = torch.stack(norms) if norms else torch.zeros(1, dtype=torch.float64, device=grads[0].device)
     limits = (float(max_norm), float(norm_type), float(error_if_nonfinite))
     total = _norm_of_norms(torch.linalg.vector_norm(own, norm_type), limits, collectives)
@@ -62,7 +62,7 @@ def clip_shards(
     coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     for part in shards:
         # Real also for complex gradients: a complex factor would turn an infinite part into NaN.
-        part.mul_(coefficient.to(dtype=part.dtype.to_real(), device=part.device))
+        part.mul_(coefficient.to(dtype=part.dtype.to_real(), device=part.device, non_blocking=True))
     return total.to(reduce(torch.promote_types, (grad.dtype.to_real() for grad in grads)))
 
 

@@ -265,6 +265,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         """Collect the whole state in the memory of rank `to`, part by part; every rank calls it."""
         if isinstance(to, bool) or not isinstance(to, int) or not 0 <= to < self.world_size:
             raise ConfigError(f"to must be a rank of the group, 0 to {self.world_size - 1}, got {to!r}.")
+        self._verify()
         self._consolidated = self._sharded.collect(to)
 
     def state_dict(self) -> dict[str, Any]:
@@ -274,6 +275,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         """
         asking = asked_by_checkpoint()
         if asking is not None:
+            self._verify()
             return self._packed(self._states_in_parts(getattr(asking.get("info"), "full_state_dict", False)))
         if self._consolidated is None and self.world_size == 1:
             self.consolidate_state_dict()
@@ -284,6 +286,11 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
                 "global state, or sharded_state_dict() to save it without gathering."
             )
         return self._packed(self._consolidated)
+
+    def _verify(self) -> None:
+        """What is about to be kept was made of gradients that belonged together."""
+        if self.wrapper is not None:
+            self.wrapper.verify()
 
     def _states_in_parts(self, whole: bool) -> dict[int, Any]:
         if whole:
@@ -323,6 +330,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         """
         from .state.checkpoint import save_form  # torch.distributed.checkpoint takes long to import
 
+        self._verify()
         return save_form(self._sharded, self.param_groups)
 
     def load_sharded_state_dict(self, checkpoint: Any, prefix: str = "") -> None:

@@ -15,6 +15,9 @@ from ..failure.cuttable import CuttableGloo
 
 _CPU = torch.device("cpu")
 
+# Backends that torch itself brings for a kind of device, by name, and their classes, which a build may lack.
+_OWN = {"nccl": "ProcessGroupNCCL", "xccl": "ProcessGroupXCCL"}
+
 # A c10d backend object; the class is private to torch's C extension.
 Backend = Any
 
@@ -89,15 +92,23 @@ class DeviceBackends:
         store = dist.PrefixStore(f"{device.type}/{name}", self._store)
         if name == "gloo":
             return self.gloo
-        if name != "nccl" or not dist.is_nccl_available():
+        if name in _OWN and hasattr(dist, _OWN[name]):
+            made = getattr(dist, _OWN[name])
+            options = made.Options()
+            options._timeout = self.timeout
+            backend = made(store, self._rank, self._world, options)
+            kind = getattr(dist.ProcessGroup.BackendType, name.upper())
+        elif (plugin := dist.Backend._plugins.get(name.upper())) is not None and not plugin.extended_api:
+            # As c10d makes those that others have registered: a table of its own, and the only way to one by name.
+            backend = plugin.creator_fn(store, self._rank, self._world, self.timeout)
+            kind = dist.ProcessGroup.BackendType.CUSTOM
+        else:
             raise ConfigError(
                 f"rank {self._rank}: no backend {name!r} for {device.type} tensors beside phalanx. "
                 f"Use cpu:phalanx,{device.type}:gloo, or make a group of its own for {device.type}."
             )
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = self.timeout
-        backend = dist.ProcessGroupNCCL(store, self._rank, self._world, options)
         group = self._group()
-        if group is not None:
-            group._register_backend(device, dist.ProcessGroup.BackendType.NCCL, backend)
+        # A whole group in place of a backend serves our own calls, which do not pass through c10d's table.
+        if group is not None and not isinstance(backend, dist.ProcessGroup):
+            group._register_backend(device, kind, backend)
         return backend

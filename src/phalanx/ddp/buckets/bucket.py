@@ -21,7 +21,7 @@ from ...comm.collectives import Work
 from ...plan import Bucket as PlannedBucket
 from ...plan import ParamSpec
 from . import slot
-from .memory import BucketMemory, is_unshared
+from .memory import BucketMemory, is_same, is_unshared
 from .slot import ABSENT, COPIED, HELD, LATE, LOANED, LOCAL, SCATTERED, TAKEN, VIEWED
 from .tail import Reading, Tail
 
@@ -125,6 +125,10 @@ class Bucket(abc.ABC):
     def names(self) -> list[str]:
         return [spec.name for spec in self.specs]
 
+    @property
+    def device(self) -> torch.device:
+        return self.params[0].device
+
     def open(self) -> None:
         """A pass begins: ready to be filled."""
         self.stage = Stage.FILLING
@@ -206,9 +210,8 @@ class DenseBucket(Bucket):
         if self._memory is None:
             numel = sum(slot.numel for slot in self.slots)
             rides = self.tail.numel if self.tail_rides else 0
-            device = self.params[0].device
-            flat = self._allocate(numel + rides, self.dtype, device)
-            apart = None if rides else torch.zeros(self.tail.numel, dtype=torch.float32, device=device)
+            flat = self._allocate(numel + rides, self.dtype, self.device)
+            apart = None if rides else torch.zeros(self.tail.numel, dtype=self.tail_dtype, device=self.device)
             self._memory = BucketMemory(flat, self.slots, self.specs, apart, rides, self.as_views)
             self.grad_bucket = None
         return self._memory
@@ -231,6 +234,10 @@ class DenseBucket(Bucket):
     @property
     def tail_data(self) -> torch.Tensor:
         return self.memory.tail
+
+    @property
+    def tail_dtype(self) -> torch.dtype:
+        return self.dtype if self.tail_rides else torch.float32
 
     def open(self) -> None:
         super().open()
@@ -277,7 +284,7 @@ class DenseBucket(Bucket):
         moved = range(len(rest))
         try:
             if self.as_views:
-                moved = [k for k in moved if not _is_same(grads[k], views[rest[k]])]  # type: ignore[assignment]
+                moved = [k for k in moved if not is_same(grads[k], views[rest[k]])]  # type: ignore[assignment]
             if moved:
                 torch._foreach_copy_([views[rest[k]] for k in moved], [grads[k] for k in moved])
         except (AttributeError, TypeError, RuntimeError):
@@ -342,14 +349,14 @@ class DenseBucket(Bucket):
 
     def _keep_unused(self, place: int, grad: torch.Tensor) -> None:
         """A gradient of earlier times stays to the bit if no other rank uses its parameter now."""
-        if self.as_views and _is_same(grad, self.views[place]):
+        if self.as_views and is_same(grad, self.views[place]):
             self._kept[place] = grad.detach().clone()
         else:
             self._owners[place] = grad
 
     def _move_in(self, place: int, grad: torch.Tensor, scale: Scale) -> None:
         view = self.views[place]
-        if _is_same(grad, view):
+        if is_same(grad, view):
             if multiplies(scale):
                 view.mul_(scale)
         elif multiplies(scale) and grad.dtype == view.dtype:
@@ -359,6 +366,12 @@ class DenseBucket(Bucket):
             view.copy_(grad)
             if multiplies(scale):
                 view.mul_(scale)
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        """Name everything that `give` uses to the allocator: it is given out on another stream than it was made on."""
+        for tensor in (self.flat, *self._owners):
+            if tensor is not None:
+                tensor.record_stream(stream)
 
     def _free_unshared(self, place: int) -> None:
         if is_unshared(self._owners, place):
@@ -475,13 +488,3 @@ class DenseBucket(Bucket):
 def multiplies(scale: Scale) -> bool:
     """Whether it is worth a pass over memory. Of a number on a device nobody asks what it is."""
     return isinstance(scale, torch.Tensor) or scale != 1.0
-
-
-def _is_same(grad: torch.Tensor, view: torch.Tensor) -> bool:
-    """Whether both name the same memory in the same layout (autograd may hand out a new tensor object)."""
-    return (
-        grad.layout == torch.strided
-        and grad.data_ptr() == view.data_ptr()
-        and grad.stride() == view.stride()
-        and grad.numel() > 0
-    )

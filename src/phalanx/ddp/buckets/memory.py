@@ -48,6 +48,16 @@ def is_unshared(held: list[torch.Tensor | None], place: int) -> bool:
     return _counts(held, place) == _ALONE
 
 
+def is_same(grad: torch.Tensor, view: torch.Tensor) -> bool:
+    """Whether both name the same memory in the same layout (autograd may hand out a new tensor object)."""
+    return (
+        grad.layout == torch.strided
+        and grad.data_ptr() == view.data_ptr()
+        and grad.stride() == view.stride()
+        and grad.numel() > 0
+    )
+
+
 class BucketMemory:
     """`body`: the gradients; `views`: each of them in its parameter's shape; `tail`: what rides behind them.
 

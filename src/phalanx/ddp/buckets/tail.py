@@ -113,6 +113,8 @@ class Tail:
         self.carried: Carried | None = None
         self.watch: Watch | None = None
         self._powers: torch.Tensor | None = None
+        # By device and whether weights are given: the elements that must be as this rank expects them.
+        self._vital: dict[tuple[torch.device, bool], torch.Tensor] = {}
         # By kind of tensor, a template per step; and which digest is in it.
         self._written: dict[_Kind, list[torch.Tensor]] = {}
         self._expected: dict[_Kind, list[torch.Tensor]] = {}
@@ -151,6 +153,11 @@ class Tail:
             expected[_SETTINGS_AT:_LATE_AT] = staged(bits * self.world * self._scale, like)
         return written, expected
 
+    def prepare(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Have everything of a tail of this kind there that steps on a device need, which are not to make it."""
+        self._template(torch.empty(0, dtype=dtype, device=device), 0)
+        self._factors_on(device)
+
     @property
     def digest(self) -> int:
         """What this rank's settings are now."""
@@ -176,13 +183,36 @@ class Tail:
 
     def factor(self, summed: torch.Tensor) -> torch.Tensor:
         """What the mean is to be multiplied with for the weights that the ranks gave: computed where the tail is."""
-        if self._powers is None or self._powers.device != summed.device:
-            powers = [2.0 ** (bit - _WEIGHT_FRACTION_BITS) for bit in range(_WEIGHT_BITS)]
-            self._powers = staged(torch.tensor([-1.0, *powers], dtype=torch.float64), summed, torch.float32)
-        said = (summed.real if summed.is_complex() else summed)[_WEIGHTED_AT:_NESTED_AT].to(torch.float32) / self._scale
-        # Of those who gave a weight, the weight; of the others 1.
-        total = self.world + (said * self._powers).sum()
+        powers = self._factors_on(summed.device)
+        said = (summed.real if summed.is_complex() else summed)[_WEIGHTED_AT:_NESTED_AT].to(powers.dtype) / self._scale
+        # Of those who gave a weight, the weight; of the others 1. In this order: counted as 1 first and taken off again, a
+        # small weight would be lost in the rounding.
+        total = (self.world - said[0]) + (said[1:] * powers).sum()
         return torch.where(total > 0, self.world / total, torch.zeros_like(total))
+
+    def _factors_on(self, device: torch.device) -> torch.Tensor:
+        """What each element about weights stands for."""
+        if self._powers is None or self._powers.device != device:
+            powers = [2.0 ** (bit - _WEIGHT_FRACTION_BITS) for bit in range(_WEIGHT_BITS)]
+            wide = torch.float32 if device.type == "mps" else torch.float64  # which has no double precision
+            self._powers = staged(torch.tensor(powers, dtype=torch.float64), torch.empty(0, dtype=wide, device=device))
+        return self._powers
+
+    def soundness(self, summed: torch.Tensor, step: int, is_weighted: bool) -> torch.Tensor:
+        """1 if the ranks belong together, NaN if not, on the device of the tail: times the mean, it voids a wrong one.
+
+        Looks at what `LateVerdicts` raises for. Parameters that some rank did not use are none of it.
+        """
+        key = (summed.device, is_weighted)
+        if key not in self._vital:
+            vital = torch.ones(self.numel)
+            vital[self._usage_at :] = 0.0
+            vital[_NESTED_AT] = vital[_NONFINITE_AT] = 0.0
+            if is_weighted:
+                vital[_WEIGHTED_AT:_NESTED_AT] = 0.0
+            self._vital[key] = staged(vital, torch.empty(0, dtype=torch.float32, device=summed.device)) > 0
+        is_right = (summed == self.expected(summed, step)).logical_or(~self._vital[key]).all().to(torch.float32)
+        return is_right / is_right  # nought by nought is not a number
 
     def write_nested(self, out: torch.Tensor) -> None:
         out[_NESTED_AT] = 1
@@ -222,9 +252,9 @@ class Tail:
         )
 
 
-def staged(values: torch.Tensor, like: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+def staged(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """`values` as a tensor like that one. To a device by pinned memory, so that the host does not wait for the copy."""
-    values = values.to(dtype or like.dtype)
+    values = values.to(like.dtype)
     return values if like.device.type == "cpu" else values.pin_memory().to(like.device, non_blocking=True)
 
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import JoinHook
 
+from ...comm.work import started
 from .buffers import BufferHookLocation
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ def common_rank(ddp: DistributedDataParallel, candidate: bool) -> int:
     mine = ddp.collectives.rank if candidate else -1
     choice = torch.tensor([mine], dtype=torch.int64, device=ddp.device)
     work = dist.all_reduce(choice, op=dist.ReduceOp.MAX, group=ddp.process_group, async_op=True)
-    ddp.collectives.wait(work, "agreeing on a rank to synchronise from")
+    ddp.collectives.wait(started(work, choice), "agreeing on a rank to synchronise from")
     return int(choice.item())
 
 
@@ -47,6 +48,7 @@ class JoinedTraining(JoinHook):
 
     def main_hook(self) -> None:
         ddp = self._ddp
+        ddp.verify()  # this rank's last step of its own
         if ddp.will_sync_module_buffers() and ddp.buffer_sync.due(BufferHookLocation.PRE_FORWARD):
             ddp.buffer_sync.run(ddp.collectives, common_rank(ddp, False))
         reduces = announce_reduction(ddp, False)
@@ -58,6 +60,7 @@ class JoinedTraining(JoinHook):
             ddp.reducer.join_others(self._weight)
 
     def post_hook(self, is_last_joiner: bool) -> None:
+        self._ddp.verify()  # before one rank's model becomes everybody's
         source = common_rank(self._ddp, is_last_joiner)
         self._ddp.replicate_module(source, self._ddp.forward_sync_buffers)
         self._ddp._authoritative_rank = source

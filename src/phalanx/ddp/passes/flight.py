@@ -7,6 +7,7 @@ arrives and dropped when the last mean is given out, so that nothing of one pass
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -22,6 +23,8 @@ from .state import FAILED, FLUSHING, OBSERVING, REDUCING, PassState
 
 if TYPE_CHECKING:
     from ..reducer.reducer import Reducer
+
+_AS_IT_IS = nullcontext()
 
 
 class Pass:
@@ -71,7 +74,7 @@ class Pass:
         """Pack a large gradient while it is in the cache, unless somebody may still change it or add to it."""
         may_pack = self.state is REDUCING and self.strategy.packs_on_arrival and self._shares is not None
         if may_pack and self.reducer.hooks.is_final(param):
-            bucket.take_one(place, self.strategy.pack_scale * self.shares.mine)
+            bucket.take_one(place, self.strategy.pack_scale * self.shares.on(bucket.device))
 
     def filled(self, bucket: Bucket, param: torch.Tensor) -> None:
         """The last gradient of a bucket has arrived."""
@@ -108,15 +111,23 @@ class Pass:
         self.make_way(bucket)
         if self.reducer.plan_state is PlanState.FIXED:
             mark_promised(self.reducer, bucket)
-        used = self.take(bucket)
-        if used is not None:
-            self.unused_here += [slot.param for slot, flag in zip(bucket.slots, used, strict=True) if not flag]
-        self.send(bucket, used)
+        with self._in_order(bucket):
+            used = self.take(bucket)
+            if used is not None:
+                self.unused_here += [slot.param for slot, flag in zip(bucket.slots, used, strict=True) if not flag]
+            self.send(bucket, used)
+
+    def _in_order(self, bucket: Bucket) -> AbstractContextManager[None]:
+        """Inside, what is done to the bucket is ordered after its gradients, whichever thread does it."""
+        if self.state is REDUCING and self.reducer.on_device:
+            return self.reducer.streams.launching(bucket)
+        # On the CPU there are no streams; when backward has ended, autograd has joined those of gradients to the caller's.
+        return _AS_IT_IS
 
     def take(self, bucket: Bucket) -> list[int] | None:
         """Pack a bucket; returns which of its parameters this rank used, None for all."""
         scale = self.strategy.sparse_scale if bucket.sparse else self.strategy.pack_scale
-        used = bucket.take(scale * self.shares.mine)
+        used = bucket.take(scale * self.shares.on(bucket.device))
         if self.shares.is_nought:
             bucket.clear()  # nought times what is not a number would not be nought
         return used
@@ -145,10 +156,11 @@ class Pass:
         lag = self.strategy.lag
         if lag is not None and bucket.index >= lag:
             oldest = self.buckets[bucket.index - lag]
-            self.receive(oldest)
-            # On every rank alike, since its tail told all of them.
-            if oldest.stage is Stage.REDUCED and not self._others_gave_up and not self._keep(oldest):
-                self.give(oldest)
+            with self._in_order(oldest):
+                self.receive(oldest)
+                # On every rank alike, since its tail told all of them.
+                if oldest.stage is Stage.REDUCED and not self._others_gave_up and not self._keep(oldest):
+                    self.give(oldest)
 
     # -- end of backward -----------------------------------------------------------------------
 
@@ -206,8 +218,8 @@ class Pass:
         reading = bucket.reading = self.await_reading(bucket)
         bucket.mark_reduced()
         if reading is None:
-            if self._judges_late(bucket) and self.shares.told is not None:
-                self.strategy.scale_mean(bucket, bucket.tail.factor(bucket.tail_data))
+            if self._judges_late(bucket):
+                self._scale_unread(bucket)
             return
         # Not raised in the midst of backward, which may be about to raise on this rank as well, for the user's own reason.
         self._others_gave_up |= reading.num_given_up > 0
@@ -221,6 +233,16 @@ class Pass:
             raise nests_elsewhere(f"rank {self.collectives.rank}: step {self.reducer.step}")  # others have not looked
         if not all(reading.usage):
             self.wanted[bucket.index] = reading.usage
+
+    def _scale_unread(self, bucket: Bucket) -> None:
+        """What the tail says about the mean, without anybody reading it: it is computed and applied on the device."""
+        tail, summed, is_weighted = bucket.tail, bucket.tail_data, self.shares.told is not None
+        factor = tail.factor(summed) if is_weighted else None
+        if self.reducer.options.poisons_late:
+            sound = tail.soundness(summed, self.reducer.step, is_weighted)
+            factor = sound if factor is None else factor * sound
+        if factor is not None:
+            self.strategy.scale_mean(bucket, factor)
 
     def await_reading(self, bucket: Bucket) -> Reading | None:
         """Wait for a bucket in flight; returns what its tail says, None if every rank was healthy, or if nobody asks yet."""
@@ -243,12 +265,16 @@ class Pass:
         """Whether this rank has no reason to wait for what the tail says, which is on a device."""
         if bucket.tail_data.device.type == "cpu" or bucket.sparse or bucket.part_of is not None:
             return False
+        if bucket.tail.watch is not None:
+            return False  # whoever looks for what is not finite wants to act in this very step
         # The first pass of a plan, ranks without inputs, unused parameters and nested backwards depend on what others say.
         return self.reducer.settled and not self.joined and not self._nests and bucket.index not in self._unusual
 
     def give(self, bucket: Bucket) -> None:
         """Make the means the gradients, except of parameters that no rank used."""
         self._has_given = True
+        if self.reducer.on_device:
+            self.reducer.streams.hold(bucket)
         self.strategy.give(bucket, self.wanted.get(bucket.index))
         for listener in self.reducer.listeners:
             listener.bucket_given(bucket)

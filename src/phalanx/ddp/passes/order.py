@@ -14,6 +14,7 @@ seldom waits. Ranks that run their forwards in different orders are told so by t
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Generator, Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -29,6 +30,9 @@ class LaunchOrder:
     """The wrappers of one process group, on this rank. Holds nobody alive."""
 
     def __init__(self) -> None:
+        # Held by whoever counts gradients or launches for one of them. Autograd has a thread per device, so that hooks of a
+        # model on several run at once; and a hook of one wrapper may launch buckets of the next.
+        self.lock = threading.RLock()
         self.num_named = 0  # how many wrappers have got a number, on every rank
         self._reducers: list[weakref.ref[Reducer]] = []
 

@@ -27,6 +27,10 @@ class Shares:
         """Whether this rank is known to count nothing. On a device nobody asks."""
         return not isinstance(self.mine, torch.Tensor) and self.mine == 0.0
 
+    def on(self, device: torch.device) -> float | torch.Tensor:
+        """`mine` where gradients of this device can be multiplied with it: a model may be on several."""
+        mine = self.mine
+        return mine.to(device, non_blocking=True) if isinstance(mine, torch.Tensor) else mine
 
     @classmethod
     def of(cls, weight: float | None) -> Shares:

@@ -2,11 +2,11 @@
 
 On the CPU a tail is read as soon as its bucket is back, before a gradient is given out. On a device the host is far ahead:
 it goes on, and a tail is copied to pinned memory behind an event. It is judged at the end of the next backward, or before
-anything durable (`DistributedDataParallel.verify`: state_dict, join, leaving). A rank that has reason to doubt (a parameter
-that it did not use, a backward inside backward, the first pass of a plan) reads at once, and waits.
+anything durable (`DistributedDataParallel.verify`: state_dict, checkpoint, join, leaving). A rank that has reason to doubt
+(a parameter that it did not use, a backward inside backward, the first pass of a plan) reads at once, and waits.
 
 What a mismatch costs that is found one step late: the step before was made with gradients that did not belong together. Load
-the checkpoint before it.
+the checkpoint before it. With `on_late_mismatch="poison"` those gradients were NaN (`Tail.soundness`), for all to see.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ class LateVerdicts:
         copy = free.pop() if free else torch.empty(summed.shape, dtype=summed.dtype, pin_memory=True)
         copy.copy_(summed, non_blocking=True)
         event = torch.Event(summed.device)
-        event.record()
+        # By name: without one it would be the stream of the current device, which need not be that of the parameters.
+        event.record(torch.accelerator.current_stream(summed.device))
         # As it is now: settings may have changed by the time of the judgement.
         expected = tail.expected(copy, step).clone()
         self._pending.append(
@@ -76,10 +77,18 @@ class LateVerdicts:
                 raise
             self._free[pending.copy.numel(), pending.copy.dtype].append(pending.copy)
 
+    def leave(self, reducer: Reducer) -> None:
+        """The ranks part: judge what has arrived. What has not may wait for a rank that is gone, and is dropped."""
+        arrived = [pending for pending in self._pending if pending.event.query()]
+        self._pending.clear()
+        for pending in arrived:
+            self._judge(reducer, pending)
+
     def _judge(self, reducer: Reducer, pending: _Pending) -> None:
         if torch.equal(pending.copy, pending.expected):
             return
-        me = f"rank {reducer.collectives.rank}: step {pending.step} (found later, at step {reducer.step})"
+        void = "; its means were made NaN" if reducer.options.poisons_late else ""
+        me = f"rank {reducer.collectives.rank}: step {pending.step} (found later, at step {reducer.step}{void})"
         reading = pending.tail.read(pending.copy, pending.step, pending.digest)
         if not reading.in_step:
             where = f"{me}, bucket {pending.bucket}"

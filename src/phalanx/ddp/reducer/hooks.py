@@ -71,6 +71,26 @@ def _on_last_gradient(reference: Reference, bucket_index: int, param: torch.Tens
 
 
 @untraced
+def _on_device_gradient(reference: Reference, index: int, param: torch.Tensor) -> None:
+    """As `_on_gradient`, of a parameter on a device: autograd has a thread and a current stream for each of those."""
+    reducer = reference()
+    if reducer is not None:
+        with reducer.order.lock:
+            reducer.streams.note(param.device)
+            _on_gradient(reference, index, param)
+
+
+@untraced
+def _on_last_device_gradient(reference: Reference, bucket_index: int, param: torch.Tensor) -> None:
+    """As `_on_last_gradient`, of a bucket on a device."""
+    reducer = reference()
+    if reducer is not None:
+        with reducer.order.lock:
+            reducer.streams.note(param.device)
+            _on_last_gradient(reference, bucket_index, param)
+
+
+@untraced
 def _on_refused_gradient(reference: Reference, name: str, promise: str, _param: torch.Tensor) -> None:
     """The hook of a parameter that was promised to get no gradient: nobody would reduce it."""
     reducer = reference()
@@ -81,7 +101,7 @@ def _on_refused_gradient(reference: Reference, name: str, promise: str, _param: 
 
 
 # Hooks run in the order in which they were registered.
-_OURS = (_on_gradient, _on_last_gradient)
+_OURS = (_on_gradient, _on_last_gradient, _on_device_gradient, _on_last_device_gradient)
 
 
 def remove_all(handles: list[RemovableHandle]) -> None:
@@ -100,16 +120,18 @@ class GradientHooks:
         # Hooks of a wrapper that is gone would make the next one think that users want to see gradients (`is_final`).
         weakref.finalize(owner, remove_all, self._handles)
         self._watched: list[int] = []  # the parameters with a hook each, by identity
+        self._on_device = False
         self._overtaken: list[torch.Tensor] = []  # those on which users have put hooks after ours
 
-    def watch_all(self, params: Sequence[torch.Tensor]) -> None:
-        """One hook on every parameter, in place of whatever there was."""
-        if list(map(id, params)) == self._watched:
+    def watch_all(self, params: Sequence[torch.Tensor], on_device: bool) -> None:
+        """One hook on every parameter, in place of whatever there was; on the CPU one that takes no lock."""
+        if list(map(id, params)) == self._watched and on_device == self._on_device:
             return
         self.detach()
-        self._watched = list(map(id, params))
+        self._watched, self._on_device = list(map(id, params)), on_device
+        hook = _on_device_gradient if on_device else _on_gradient
         for index, param in enumerate(params):
-            self._add(param, partial(_on_gradient, self._owner, index))
+            self._add(param, partial(hook, self._owner, index))
 
     def is_final(self, param: torch.Tensor) -> bool:
         """Whether the gradient stays as it is: a user's hook that runs after ours may still read or change it."""
@@ -139,7 +161,8 @@ class GradientHooks:
 
     def watch_last(self, param: torch.Tensor, bucket_index: int) -> None:
         """A hook on the parameter whose gradient completes the bucket."""
-        self._add(param, partial(_on_last_gradient, self._owner, bucket_index))
+        hook = _on_last_device_gradient if self._on_device else _on_last_gradient
+        self._add(param, partial(hook, self._owner, bucket_index))
 
     def refuse(self, named: Iterable[tuple[str, torch.Tensor]], promise: str) -> None:
         """From now on, a gradient for one of these parameters is an error: nobody would reduce it."""

@@ -39,6 +39,7 @@ from ..passes.joined import give_up, shadow
 from ..passes.order import order_of, take_turns
 from ..passes.settling import ChooseBuckets, PlanMemory, PlanState, Usage, fix, settle
 from ..passes.state import FAILED, IDLE, OBSERVING, REDUCING, PassState
+from ..passes.streams import GradientStreams
 from ..passes.verdict import LateVerdicts
 from .hooks import GradientHooks
 from .listener import Listener
@@ -53,6 +54,7 @@ class ReducerOptions:
     static_graph: bool = False
     on_unused: str = "warn"
     drop_unused: bool = False
+    poisons_late: bool = False  # whether means that do not belong together become NaN where nobody reads tails at once
 
 
 class Reducer(TorchReducer):
@@ -92,6 +94,7 @@ class Reducer(TorchReducer):
         self.choose_buckets: ChooseBuckets | None = None
         self.cut_key = plan.hash
         self.verdicts = LateVerdicts()
+        self.streams = GradientStreams()
         self.current: Pass | None = None  # the pass under way, or the one that failed
         self._raised_before = False  # whether a backward raised that had not begun a pass, and should have
         self.backward, self.place = -1, 0  # which backward the last pass was part of, and its place in the launch order
@@ -125,7 +128,8 @@ class Reducer(TorchReducer):
             if repeats:
                 self.is_large[index] = 0
                 self._hold_back(self.places[index][0])
-        self.hooks.watch_all(self.params)
+        self.on_device = any(param.device.type != "cpu" for param in self.params)
+        self.hooks.watch_all(self.params, self.on_device)
         for listener in self.listeners:
             listener.plan_adopted()
 
@@ -182,6 +186,7 @@ class Reducer(TorchReducer):
 
     def move(self, collectives: Collectives, number: int) -> None:
         """Go on over another set of ranks; `restart` comes next."""
+        self.verdicts.leave(self)
         self.order.leave(self)
         self.collectives = self.strategy.collectives = collectives
         self.number, self.order = number, order_of(collectives.group)
@@ -189,6 +194,7 @@ class Reducer(TorchReducer):
 
     def restart(self, plan: BucketPlan) -> None:
         """Go on from step 0, with a first plan, as for parameters of another dtype."""
+        self.verdicts.judge(self)  # while steps have the numbers that they are judged by
         self.step = 0
         self.params = self._every_param
         self.plan_state, self.observed, self.usage = PlanState.FIRST, [], Usage()
@@ -239,11 +245,12 @@ class Reducer(TorchReducer):
 
     def reached(self, forward: Forward) -> None:
         """A pass of autograd has reached an output of `forward`. Nothing begins by that."""
-        self._arming.note(self, forward)
-        if forward.elsewhere is not None and self.state < OBSERVING:
-            # Gradients that are left elsewhere call no parameter's hook.
-            self.elsewhere = forward.elsewhere
-            self.elsewhere = self.elsewhere if self.begin() else None
+        with self.order.lock:
+            self._arming.note(self, forward)
+            if forward.elsewhere is not None and self.state < OBSERVING:
+                # Gradients that are left elsewhere call no parameter's hook.
+                self.elsewhere = forward.elsewhere
+                self.elsewhere = self.elsewhere if self.begin() else None
 
     def recover(self) -> None:
         """After a pass that raised: bring all ranks to the same point."""
@@ -423,14 +430,21 @@ class Reducer(TorchReducer):
         self.current = None
         self.step += 1
         unused = run.unused_everywhere
+        if not self.options.static_graph:  # whose parameters have no hooks of their own: the first pass is all that is known
+            self.streams.forget()
         self.unused_names = [self.plan.specs[index].name for index in unused]
-        num_params = len(self.params)
-        if not self.settled:
+        num_params, was_settled = len(self.params), self.settled
+        if not was_settled:
             for param in self.params:
                 self.hooks.is_final(param)  # hooks that users have put on since are known from the first step on
             settle(self, unused)
         for listener in self.listeners:
             listener.pass_ended()
+        if not was_settled and self.on_device:
+            # After the listeners, who may have changed how buckets are reduced: steps from the next one on make nothing.
+            for bucket in self.buckets:
+                if isinstance(bucket, DenseBucket):
+                    bucket.tail.prepare(bucket.device, bucket.tail_dtype)
         self.verdicts.judge(self, before=self.step - 1)
         # Last: it may raise, on the ranks that have inputs only, when nothing is left that ranks do together.
         if unused and not run.joined:

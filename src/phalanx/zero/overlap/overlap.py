@@ -168,9 +168,9 @@ class Overlap(Listener):
         """The plan with fewer, larger buckets, where nobody asked for a size; None to keep the plan.
 
         A scattered bucket costs three collectives where a plain one costs one. In the second stage large buckets
-        would cost the memory that it is to save.
+        would cost the memory that it is to save. On a device the caps stay torch's: what is worthwhile was measured on CPUs.
         """
-        if wrapper.caps_are_given or self.stage == 2 or reducer.choose_buckets is not None:
+        if wrapper.caps_are_given or self.stage == 2 or reducer.choose_buckets is not None or reducer.on_device:
             return None
         plan = reducer.plan
         total = sum(bucket.num_bytes for bucket in plan.buckets)

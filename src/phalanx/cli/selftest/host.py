@@ -1,4 +1,4 @@
-"""What each worker of `phalanx doctor`'s self-test does: meet, sum, train three steps, agree.
+"""What each worker of `phalanx doctor`'s self-test does on the CPU: meet, sum, train three steps, agree.
 
 Run as a module by `phalanx run`'s machinery. Rank 0 prints one JSON line with what it measured.
 """
@@ -20,7 +20,7 @@ _NUMEL = 1 << 18
 
 def main() -> None:
     """Raise on anything that is not as it should be."""
-    with init(timeout_s=30) as worker:
+    with init(device="cpu", timeout_s=30) as worker:  # also where there is a GPU, of which two workers may find only one
         seconds = _sum(worker)
         _train(worker)
         if worker.is_first:
