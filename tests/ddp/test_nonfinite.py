@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import phalanx
+from phalanx.comm.hooks import Int8State, PowerSGDState, TopKState, int8_hook, powerSGD_hook, topk_hook
 from phalanx.errors import ConfigError, MismatchError, ReductionError
 from phalanx.optim import apply_in_backward
 from tests.cluster import run_ranks
@@ -108,3 +110,116 @@ def test_a_replica_that_drifts_is_noticed(backend: str) -> None:
     for rank, (step, text) in enumerate(run_ranks(3, drifting, 3, backend=backend)):
         assert step == 2 and text.startswith(f"rank {rank}: step 2"), (step, text)
         assert "1 of 6, first '2.weight', which is another one on rank 1" in text
+
+
+# -- together with other features ------------------------------------------------------------------
+
+
+class Nested(nn.Module):
+    """`shared` is used inside a reentrant checkpoint and outside of it: part of its gradient may come late."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.shared = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.poison: float | None = None
+
+    def inner(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.shared.weight
+        if self.poison is not None and torch.is_grad_enabled():  # the first time, it is not
+            weight = weight * torch.ones(())
+            weight.register_hook(lambda grad: torch.full_like(grad, float("nan")))
+        return torch.tanh(nn.functional.linear(x, weight, self.shared.bias))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.shared(checkpoint(self.inner, self.first(x), use_reentrant=True))
+
+
+def late(rank: int, world: int) -> list[str]:
+    net = Nested()
+    wrapped = phalanx.DistributedDataParallel(net, bucket_cap_mb=0.0003, on_nonfinite="warn")
+    said = []
+    for step in range(3):
+        net.poison = float("nan") if step == 0 and rank == 1 else None
+        wrapped.zero_grad()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            wrapped(torch.ones(2, 8)).square().mean().backward()
+        said.append(" ".join(str(each.message) for each in caught if "NaN" in str(each.message)))
+    return said
+
+
+@pytest.mark.parametrize("backend", ["gloo", "phalanx"])
+def test_what_comes_late_is_looked_at_too(backend: str) -> None:
+    for first, second, third in run_ranks(2, late, backend=backend):
+        assert "(rank 1: 'shared.weight')" in first and not second and not third
+
+
+def remembering(rank: int, world: int, name: str) -> bool:
+    """Whether all is finite after a skipped step, by a hook that keeps what it could not send for the next one."""
+    wrapped = _wrapped(on_nonfinite="skip")
+    state = {"power": PowerSGDState(None, 1, start_powerSGD_iter=2), "topk": TopKState(None), "int8": Int8State(None)}[name]
+    wrapped.register_comm_hook(state, {"power": powerSGD_hook, "topk": topk_hook, "int8": int8_hook}[name])
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for step in range(6):
+            optimizer.zero_grad()
+            _backward(wrapped, float("nan") if step == 3 and rank == 1 else None)
+            optimizer.step()
+    had = all(p.grad is not None for p in wrapped.parameters())
+    return had and all(bool(p.isfinite().all()) for p in wrapped.parameters())
+
+
+@pytest.mark.parametrize("name", ["power", "topk", "int8"])
+def test_a_hook_does_not_remember_what_was_skipped(name: str) -> None:
+    assert run_ranks(2, remembering, name, backend="gloo") == [True, True]
+
+
+def replicas_in_backward(rank: int, world: int, options: dict[str, Any]) -> str:
+    """Compared after every backward, in which an optimizer steps and gathers what it stepped."""
+    torch.manual_seed(0)
+    net = nn.Sequential(*[nn.Linear(128, 128) for _ in range(8)])
+    wrapped = phalanx.DistributedDataParallel(net, bucket_cap_mb=0.1, check_drift_every=1)
+    optimizer = phalanx.ZeroRedundancyOptimizer(
+        net.parameters(), torch.optim.Adam, lr=0.01, overlap_with_ddp=True, **options
+    )
+    for _ in range(6):
+        optimizer.zero_grad()
+        try:
+            wrapped(torch.randn(4, 128)).square().mean().backward()
+        except MismatchError as error:
+            return str(error)
+        optimizer.step()
+    return ""
+
+
+@pytest.mark.parametrize("backend", ["gloo", "phalanx"])
+@pytest.mark.parametrize("options", [{}, {"stage": 2}, {"step_in_backward": False}], ids=str)
+def test_parameters_are_compared_when_backward_has_stepped_all_of_them(options: dict[str, Any], backend: str) -> None:
+    assert run_ranks(3, replicas_in_backward, options, backend=backend) == [""] * 3
+
+
+def overlapped_raise(rank: int, world: int) -> tuple[str, str]:
+    """What is said when some buckets have been stepped and a later one is not finite; and of going on all the same."""
+    wrapped = _wrapped(on_nonfinite="raise")
+    optimizer = phalanx.ZeroRedundancyOptimizer(
+        wrapped.parameters(), torch.optim.SGD, lr=0.1, overlap_with_ddp=True
+    )
+    said = []
+    for step in range(4):
+        optimizer.zero_grad()
+        poison = torch.inf if step == 2 and rank == 1 else 0.0
+        handle = wrapped.module[0].bias.register_hook(lambda grad, poison=poison: grad + poison)
+        try:
+            _backward(wrapped, None)
+        except phalanx.PhalanxError as error:
+            said.append(str(error))
+        handle.remove()
+    return said[0], said[1] if len(said) > 1 else ""
+
+
+def test_where_backward_steps_it_does_not_say_that_nothing_was_given_out() -> None:
+    for first, second in run_ranks(2, overlapped_raise, backend="phalanx"):
+        assert "(rank 1: '0.bias')" in first and "may have been stepped" in first and "No gradient" not in first
+        assert "checkpoint" in second, "between two steps nobody trains on"

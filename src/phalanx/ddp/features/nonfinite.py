@@ -42,6 +42,11 @@ class NonFinite(Listener):
             bucket.tail.watch = BucketWatch(self, bucket)
 
     @property
+    def skips(self) -> bool:
+        """Whether nothing of a pass is used in which some rank has found something."""
+        return self._action == "skip"
+
+    @property
     def _owner(self) -> Reducer:
         reducer = self._reducer()
         assert reducer is not None, "a listener lives with its reducer"
@@ -65,8 +70,11 @@ class NonFinite(Listener):
         whose = "; ".join(f"rank {rank}: {listed}" for rank, listed in sorted(said.items()) if listed)
         text = f"step {step}, bucket {bucket.index}: gradients that are NaN or infinite ({whose or 'of a silent rank'})"
         if self._action == "raise":
+            # Where an optimizer steps bucket by bucket it has used those before this one.
+            used = any(listener.uses_means for listener in reducer.listeners) and bucket.index > 0
+            given = "Buckets before it may have been stepped" if used else "No gradient was given out"
             raise ReductionError(
-                f"rank {board.rank}: {text}. No gradient was given out. Look at the loss and the inputs of that rank, lower "
+                f"rank {board.rank}: {text}. {given}. Look at the loss and the inputs of that rank, lower "
                 'the learning rate, or pass on_nonfinite="skip" to leave such steps out.'
             )
         self._found.append(text)
@@ -90,6 +98,7 @@ class BucketWatch:
     """What one bucket's tail asks about the bucket's gradients (`reducer.tail.Watch`)."""
 
     def __init__(self, owner: NonFinite, bucket: Bucket) -> None:
+        self._skips = owner.skips
         # Both weak: the tail holds this, and the bucket the tail.
         self._owner = weakref.ref(owner)
         self._bucket = weakref.ref(bucket)
@@ -110,8 +119,17 @@ class BucketWatch:
         if body.device.type == "cpu":
             bad = bool(self._flag)
             self._names = _bad_names(bucket) if bad else []
+            if bad and self._skips:
+                # Hooks that remember what they left out (PowerSGD, top-k, int8) would remember it on every rank, for good.
+                body.zero_()
             return int(bad)
         return self._flag
+
+    def of_late_part(self, part: Bucket) -> BucketWatch:
+        """The same for the bucket of what came late for this one."""
+        owner = self._owner()
+        assert owner is not None, "a pass is under way"
+        return BucketWatch(owner, part)
 
     def found(self, step: int) -> None:
         """The tail is back, and some rank's bucket was not finite."""
