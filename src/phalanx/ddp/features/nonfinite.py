@@ -42,11 +42,6 @@ class NonFinite(Listener):
             bucket.tail.watch = BucketWatch(self, bucket)
 
     @property
-    def skips(self) -> bool:
-        """Whether nothing of a pass is used in which some rank has found something."""
-        return self._action == "skip"
-
-    @property
     def _owner(self) -> Reducer:
         reducer = self._reducer()
         assert reducer is not None, "a listener lives with its reducer"
@@ -98,7 +93,6 @@ class BucketWatch:
     """What one bucket's tail asks about the bucket's gradients (`reducer.tail.Watch`)."""
 
     def __init__(self, owner: NonFinite, bucket: Bucket) -> None:
-        self._skips = owner.skips
         # Both weak: the tail holds this, and the bucket the tail.
         self._owner = weakref.ref(owner)
         self._bucket = weakref.ref(bucket)
@@ -119,9 +113,6 @@ class BucketWatch:
         if body.device.type == "cpu":
             bad = bool(self._flag)
             self._names = _bad_names(bucket) if bad else []
-            if bad and self._skips:
-                # Hooks that remember what they left out (PowerSGD, top-k, int8) would remember it on every rank, for good.
-                body.zero_()
             return int(bad)
         return self._flag
 
