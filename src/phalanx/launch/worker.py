@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from phalanx.comm.failure import gloo_threads, last_words
+from phalanx.comm.failure.board import board_of
 from phalanx.comm.memory.heap import keep_freed_memory
 from phalanx.data.loader import Loader
 from phalanx.data.values import Exchange, FirstOnly
@@ -208,6 +209,9 @@ def _join(environment: Environment, backend: str, timeout_s: float | None) -> No
                 f"Look at its log. ({error})",
                 [0],
             ) from error
+    # From now on the others hear of this process's last words, if it ends by an exception.
+    if dist.group.WORLD is not None:
+        board_of(dist.group.WORLD)
     # A group left to interpreter shutdown is torn down in an undefined order; leave it while all is alive.
     atexit.register(leave)
 

@@ -113,7 +113,7 @@ class FailureBoard:
         if self._posted:
             self._posted = False
             with contextlib.suppress(RuntimeError, OSError):
-                self._store.delete_key(f"failed/{self.rank}")
+                self._take_back(f"failed/{self.rank}")
                 if not self._written("failed"):
                     self._store.delete_key("posted")
 
@@ -125,7 +125,12 @@ class FailureBoard:
     def forget_wait(self) -> None:
         """The wait is over."""
         with contextlib.suppress(RuntimeError, OSError):
-            self._store.delete_key(f"waits/{self.rank}")
+            self._take_back(f"waits/{self.rank}")
+
+    def _take_back(self, key: str) -> None:
+        # Not deleted: whoever has just seen that the key is there asks for its value next, and would wait for it to come
+        # back until the store's time limit.
+        self._store.set(key, "")
 
     # -- what others said ------------------------------------------------------------------------
 
@@ -149,7 +154,8 @@ class FailureBoard:
     def _written(self, kind: str) -> dict[int, str]:
         others = [rank for rank in range(self.world) if rank != self.rank]
         there = [rank for rank in others if self._store.check([f"{kind}/{rank}"])]
-        return {rank: self._store.get(f"{kind}/{rank}").decode() for rank in there}
+        texts = {rank: self._store.get(f"{kind}/{rank}").decode() for rank in there}
+        return {rank: text for rank, text in texts.items() if text}
 
     # -- what ranks find out together ------------------------------------------------------------
 

@@ -268,7 +268,9 @@ class Reducer(TorchReducer):
         failed, self.current, self._raised_before = self.current, None, False
         if failed is not None and failed.is_torn:
             self.current = failed
-            raise torn(f"rank {self.collectives.rank}: step {self.step}")
+            error = torn(f"rank {self.collectives.rank}: step {self.step}")
+            self.collectives.board.post_error(error)  # others may wait for what this rank will never join
+            raise error
         try:
             # It may have reached an output and no parameter: other ranks may have met one.
             yield from give_up(Pass(self, joined=False, may_nest=True) if failed is None else failed)
