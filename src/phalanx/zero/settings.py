@@ -19,7 +19,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.algorithms.join import Joinable
 
 from ..comm.collectives import Collectives
 from ..ddp.features.settings import carry
@@ -105,10 +104,11 @@ class CommonSettings:
         """Under join, ranks that have `joined` take over the options of the others."""
         optimizer = self._optimizer()
         groups, keys = (None, ()) if optimizer is None else (optimizer.param_groups, tuple(sorted(optimizer.defaults)))
-        if isinstance(optimizer, Joinable):
+        config = getattr(optimizer, "_join_config", None)
+        if config is not None:
             # As it was when the optimizer was dropped, else: it is a collective, and memory is freed at other moments
             # on other ranks.
-            self._is_under_join = optimizer._join_config.enable
+            self._is_under_join = config.enable
         if self._is_under_join:
             self._followed.exchange(groups, keys, joined)
 
