@@ -197,6 +197,40 @@ def test_a_backward_that_raises_on_one_rank_only_is_an_error_on_every_rank(
         assert seconds < 20
 
 
+def keep_the_exception(rank: int, world: int, width: int) -> None:
+    """A hook raises amid backward, below functions of ours; the user goes on while holding the exception, and so them."""
+    model, plain, wrapped = made(width, "copies")
+    raises = {"at": -1}
+
+    def hook(state: object, bucket: phalanx.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        if bucket.index() == raises["at"]:
+            raise BrokenLayer("on purpose")
+        return allreduce_hook(state, bucket)
+
+    wrapped.register_comm_hook(None, hook)
+    kept = []
+    for step in range(5):
+        if step in (2, 3):
+            raises["at"] = step - 2
+            wrapped.zero_grad()
+            try:
+                loss_of(wrapped, 50, rank, width).backward()
+            except BrokenLayer as error:
+                kept.append(error)
+            raises["at"] = -1
+            assert wrapped.reducer.has_failed, "known before the exception is gone"
+        wrapped.zero_grad()
+        loss_of(wrapped, step, rank, width).backward()
+        assert_mean(model, mean_by_hand(plain, world, lambda m, r, step=step: loss_of(m, step, r, width)))
+    assert len(kept) == 2
+
+
+@everywhere
+@widths
+def test_whoever_keeps_the_exception_of_a_backward_may_go_on(width: int, backend: str) -> None:
+    run_ranks(2, keep_the_exception, width, backend=backend)
+
+
 # -- with ZeRO -------------------------------------------------------------------------------------
 
 

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import phalanx
+from phalanx.ddp.passes import flight
 from phalanx.errors import ConfigError, MismatchError, ReductionError
 from phalanx.optim import apply_in_backward
 from tests.cluster import run_ranks
@@ -108,3 +110,103 @@ def test_a_replica_that_drifts_is_noticed(backend: str) -> None:
     for rank, (step, text) in enumerate(run_ranks(3, drifting, 3, backend=backend)):
         assert step == 2 and text.startswith(f"rank {rank}: step 2"), (step, text)
         assert "1 of 6, first '2.weight', which is another one on rank 1" in text
+
+
+# -- together with other features ------------------------------------------------------------------
+
+
+class Nested(nn.Module):
+    """`shared` is used once, then also in a reentrant checkpoint: part of its gradient comes after its bucket has left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.shared, self.last = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.nests = self.poisons = False
+
+    def inner(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.shared.weight
+        if self.poisons and torch.is_grad_enabled():  # the first time, it is not
+            weight = weight * torch.ones(())
+            weight.register_hook(lambda grad: torch.full_like(grad, float("nan")))
+        return torch.tanh(nn.functional.linear(x, weight, self.shared.bias))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        x = checkpoint(self.inner, x, use_reentrant=True) if self.nests else x
+        return self.last(self.shared(x))
+
+
+def late(rank: int, world: int) -> tuple[list[str], int]:
+    net = Nested()
+    wrapped = phalanx.DistributedDataParallel(net, bucket_cap_mb=0.0003, on_nonfinite="warn")
+    said, seen = [], []
+    reduce_late_part = flight.reduce_late_part
+    flight.reduce_late_part = lambda run, bucket: seen.append(bucket.index) or reduce_late_part(run, bucket)
+    try:
+        for step in range(4):
+            net.nests, net.poisons = step >= 2, step == 2 and rank == 1
+            wrapped.zero_grad()
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                wrapped(torch.ones(2, 8)).square().mean().backward()
+            said.append(" ".join(str(each.message) for each in caught if "NaN" in str(each.message)))
+    finally:
+        flight.reduce_late_part = reduce_late_part
+    return said, len(seen)
+
+
+@pytest.mark.parametrize("backend", ["gloo", "phalanx"])
+def test_what_comes_late_is_looked_at_too(backend: str) -> None:
+    for said, num_late in run_ranks(2, late, backend=backend):
+        assert num_late == 1, "it came late, once"
+        assert "(rank 1: 'shared.weight')" in said[2] and not (said[0] or said[1] or said[3])
+
+
+def replicas_in_backward(rank: int, world: int, options: dict[str, Any]) -> str:
+    """Compared after every backward, in which an optimizer steps and gathers what it stepped."""
+    torch.manual_seed(0)
+    net = nn.Sequential(*[nn.Linear(128, 128) for _ in range(8)])
+    wrapped = phalanx.DistributedDataParallel(net, bucket_cap_mb=0.1, check_drift_every=1)
+    optimizer = phalanx.ZeroRedundancyOptimizer(
+        net.parameters(), torch.optim.Adam, lr=0.01, overlap_with_ddp=True, **options
+    )
+    for _ in range(6):
+        optimizer.zero_grad()
+        try:
+            wrapped(torch.randn(4, 128)).square().mean().backward()
+        except MismatchError as error:
+            return str(error)
+        optimizer.step()
+    return ""
+
+
+@pytest.mark.parametrize("backend", ["gloo", "phalanx"])
+@pytest.mark.parametrize("options", [{}, {"stage": 2}, {"step_in_backward": False}], ids=str)
+def test_parameters_are_compared_when_backward_has_stepped_all_of_them(options: dict[str, Any], backend: str) -> None:
+    assert run_ranks(3, replicas_in_backward, options, backend=backend) == [""] * 3
+
+
+def overlapped_raise(rank: int, world: int) -> tuple[str, str]:
+    """What is said when some buckets have been stepped and a later one is not finite; and of going on all the same."""
+    wrapped = _wrapped(on_nonfinite="raise")
+    optimizer = phalanx.ZeroRedundancyOptimizer(
+        wrapped.parameters(), torch.optim.SGD, lr=0.1, overlap_with_ddp=True
+    )
+    said = []
+    for step in range(4):
+        optimizer.zero_grad()
+        poison = torch.inf if step == 2 and rank == 1 else 0.0
+        handle = wrapped.module[0].bias.register_hook(lambda grad, poison=poison: grad + poison)
+        try:
+            _backward(wrapped, None)
+        except phalanx.PhalanxError as error:
+            said.append(str(error))
+        handle.remove()
+    return said[0], said[1] if len(said) > 1 else ""
+
+
+def test_where_backward_steps_it_does_not_say_that_nothing_was_given_out() -> None:
+    for first, second in run_ranks(2, overlapped_raise, backend="phalanx"):
+        assert "(rank 1: '0.bias')" in first and "may have been stepped" in first and "No gradient" not in first
+        assert "checkpoint" in second, "between two steps nobody trains on"

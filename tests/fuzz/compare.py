@@ -152,9 +152,17 @@ def refused_by_torch(program: Program) -> str | None:
     try:
         for event in program.events:
             advance(jobs, event, [0.0] * len(jobs[0].params))
+            if program.nonfinite == "raise" and _has_overflowed(jobs):
+                return "ReductionError"
     except Exception as error:
         return type(error).__name__
     return None
+
+
+def _has_overflowed(jobs: Sequence[Alone]) -> bool:
+    """Whether training has come to NaN or infinity by itself."""
+    values = [value for job in jobs for p in job.params for value in (p, p.grad) if value is not None]
+    return not all(bool(value.detach().to_dense().isfinite().all()) for value in values)
 
 
 def judge(program: Program, trace: Sequence[Snapshot], rank: int, state: dict[str, Any] | None) -> Verdict:
@@ -166,6 +174,8 @@ def judge(program: Program, trace: Sequence[Snapshot], rank: int, state: dict[st
         scales = [0.0] * len(before)
         advance(jobs, event, scales)
         wanted = [take_snapshot(job) for job in jobs]
+        if program.nonfinite is not None and _has_overflowed(jobs):
+            return Verdict(None, tuple(shared))  # dropped or raised, as was asked for
         found = _first_difference(program, event, got, wanted[rank], before, scales, jobs[0].cancelled)
         if found is not None:
             return Verdict(Difference(at, *found), tuple(shared))

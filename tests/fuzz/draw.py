@@ -115,6 +115,7 @@ class _Draw(Traits):
         if "listen" in self.kinds and self.often(0.5):
             events.append(ev.Listen(self.chance.choice((1, 2, 3)), self.often(0.3, "scale")))
         for step in range(self.num_steps):
+            events += self.draw_poison(step)
             events += self.draw_around(step)
             events += self.draw_step(step, events)
         options = {name: value for name, value in self.options.items() if value not in (None, False)}
@@ -213,6 +214,16 @@ class _Draw(Traits):
         if "freeze" in self.kinds and thawed and self.often(0.4):
             found.append(ev.Freeze(self.chance.choice(thawed), self.often(0.6)))
         return found
+
+    def draw_poison(self, step: int) -> list[Any]:
+        """A backward of which nothing is kept. What it needs is drawn apart (`Traits.apart`)."""
+        apart = self.apart
+        if not self.poisons or apart.random() > 0.5:
+            return []
+        route = tuple((part, "recomputed" if part in self.recomputed else "") for part in self.order)
+        dense = [number for number, part in enumerate(self.parts) if part.kind in ("Wide", "Biased", "Words", "Tied")]
+        part, value = apart.choice((-1, *dense)), apart.choice(("inf", "-inf", "nan"))
+        return [ev.Poison(900 + step, (route,), victim=apart.randrange(self.ranks), part=part, value=value)]
 
     def draw_join(self, step: int) -> Any:
         counts = [self.chance.randint(0, 3) for _ in range(self.ranks)]

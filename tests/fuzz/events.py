@@ -153,6 +153,20 @@ class Fail(Pass):
 
 
 @dataclass(frozen=True, repr=False)
+class Poison(Pass):
+    """A backward with `value` as rank `victim`'s gradient of a `part` (-1: of all); whatever is left of it is zeroed."""
+
+    victim: int = 0
+    part: int = -1
+    value: str = "inf"
+
+    def run(self, job: Any) -> Run:
+        loss = loss_of((yield from self.out(job)))
+        job.poison(loss, self.victim % job.program.ranks, self.part, float(self.value))
+        job.zero("none", "module")
+
+
+@dataclass(frozen=True, repr=False)
 class Look(Value):
     """A forward without a backward: `mode` is "grad", "no_grad" or "eval"; or autograd.grad on `ranks`, "saliency"."""
 

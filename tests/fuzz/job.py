@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import warnings
 import zlib
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -60,6 +61,8 @@ class Wrapped:
             find_unused_parameters=program.find_unused,
             skip_all_reduce_unused_params=program.skip_unused,
             batched_grad_copy=program.batched,
+            on_nonfinite=program.nonfinite,
+            check_drift_every=program.drift,
             on_unused="ignore",
             **options,
         )
@@ -123,6 +126,32 @@ class Wrapped:
             self.heard.clear()
             return
         raise AssertionError("the backward that was to raise midway did not")
+
+    def poison(self, loss: torch.Tensor, victim: int, part: int, value: float) -> None:
+        """A backward in which rank `victim` has gradients that are not finite: its words name it, or nothing is left."""
+        self._release_kept()
+        hooks: list[Any] = []
+        if self.rank == victim:
+            param = next((p for p in self.model.parts[part].parameters() if p.requires_grad), None) if part >= 0 else None
+            if param is None or self.program.mixed is not None:
+                loss = loss * value
+            else:
+                hooks.append(param.register_hook(lambda grad: torch.full_like(grad, value)))
+        said = ""
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                loss.backward()
+            except phalanx.errors.ReductionError as error:
+                said = str(error)
+        said += " ".join(str(each.message) for each in caught)
+        for hook in hooks:
+            hook.remove()
+        if f"rank {victim}: '" not in said:
+            self.broken.append(f"not said who has gradients that are not finite, but {said!r:.300}")
+        if self.program.nonfinite == "skip" and any(p.grad is not None for p in self.model.parameters() if p.requires_grad):
+            self.broken.append("a gradient is left of a step that was to be skipped")
+        self.heard.clear()
 
     def zero(self, how: str, via: str) -> None:
         if how == "zeros":

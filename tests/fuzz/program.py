@@ -65,6 +65,8 @@ class Program(Value):
     mixed: tuple[str | None, str | None] | None = None  # the dtypes of parameters and of the reduction
     delayed: tuple[int, int] | None = None  # the part whose reduction is delayed, the part that triggers it
     hook: str | None = None
+    nonfinite: str | None = None
+    drift: int | None = None
     optimizer: str = "sgd"
     # plain · zero · overlapped (steps in backward) · overlapped_later (steps in step) · in_backward · compiled
     mode: str = "plain"

@@ -146,6 +146,15 @@ class Alone:
         for low in self._low:
             low.zero_grad()
 
+    def poison(self, loss: torch.Tensor, victim: int, part: int, value: float) -> None:
+        """Nothing is kept of such a backward. (What it recomputed may have changed buffers.)"""
+        loss.backward()
+        for low in self._low:
+            low.zero_grad()
+        self.zero("none", "module")
+        self.fired = [False] * len(self.fired)
+        self.heard.clear()
+
     def zero(self, how: str, via: str) -> None:
         self.model.zero_grad(set_to_none=how == "none")
 

@@ -169,6 +169,8 @@ def _setting(program: Program) -> list[str]:
         "find_unused_parameters": program.find_unused,
         "skip_all_reduce_unused_params": program.skip_unused,
         "batched_grad_copy": program.batched,
+        "on_nonfinite": program.nonfinite,
+        "check_drift_every": program.drift,
     }
     wrapping += [f"{name}={value!r}" for name, value in given.items() if value not in (None, False)]
     if program.mixed is not None:
@@ -253,6 +255,8 @@ def _pass_lines(event: Any) -> list[str]:
             lines = [f"loss = loss_of({_forward(event, boom=at)}[1])", "try:", "    loss.backward()"]
             lines += ["except ArithmeticError:", "    pass"]
             return [*lines, f"model.zero_grad(set_to_none={how == 'none'})"]
+        case events.Poison():
+            return _poison_lines(event)
         case events.Inner(alone=alone):
             return [f"x, out = {_forward(event, inner=True)}", *([] if alone else _backward(event, "loss_of(out)"))]
     lines = [f"x, out = {_forward(event)}", "loss = loss_of(out)"]
@@ -260,6 +264,17 @@ def _pass_lines(event: Any) -> list[str]:
         lines.append(f"if {event.peek} in ({events.EVERY_RANK}, rank):")
         lines.append("    torch.autograd.grad(loss, x, retain_graph=True)")
     return [*lines, *_backward(event, "loss")]
+
+
+def _poison_lines(event: Any) -> list[str]:
+    lines = [f"loss = loss_of({_forward(event)}[1])", f"mine = rank == {event.victim} % dist.get_world_size()"]
+    if event.part < 0:
+        lines += [f"loss = loss * float('{event.value}') if mine else loss"]
+    else:
+        lines += [f"planted = next(model.parts[{event.part}].parameters())"]
+        lines += [f"hook = planted.register_hook(lambda g: torch.full_like(g, float('{event.value}')) if mine else g)"]
+    lines += ["try:", "    loss.backward()", "except phalanx.errors.ReductionError:", "    pass"]
+    return [*lines, *(["hook.remove()"] if event.part >= 0 else []), "model.zero_grad()"]
 
 
 def _join_lines(program: Program, event: Any) -> list[str]:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from tests.fuzz.events import Fail, Join, Pass, Place, Step, Zero
+from tests.fuzz.events import Fail, Join, Pass, Place, Poison, Step, Zero
 from tests.fuzz.program import Part, Program, Route, routes_of
 from tests.fuzz.runner import Failure
 
@@ -42,7 +42,7 @@ def is_fair(program: Program) -> bool:
     """Whether the program keeps to the rules by which programs are drawn; leaving out an event may break them."""
     is_local, num_reduced = False, 0  # gradients that ranks have for themselves; reduced backwards since the last zeroing
     for event in program.events:
-        if isinstance(event, Zero | Fail | Join):
+        if isinstance(event, Zero | Fail | Join | Poison):
             is_local, num_reduced = False, 0
         elif isinstance(event, Place):
             is_local = is_local or event.how == "own"
@@ -57,6 +57,8 @@ def is_fair(program: Program) -> bool:
         triggered = [{number for number, _ in event.routes[0]} for event in program.events if isinstance(event, Pass)]
         if not all(program.delayed[1] in used for used in triggered):
             return False
+    if program.nonfinite is None and any(isinstance(event, Poison) for event in program.events):
+        return False
     promised = program.static or program.skip_unused
     passes = [event for event in program.events if isinstance(event, Pass)]
     return not promised or len({route for event in passes for route in event.routes}) <= 1
@@ -97,6 +99,8 @@ def _neighbours(program: Program) -> Iterator[Program]:
 
 _PLAIN = (
     ("hook", None),
+    ("drift", None),
+    ("nonfinite", None),
     ("mixed", None),
     ("delayed", None),
     ("static", False),

@@ -62,6 +62,7 @@ def test_every_event_and_part_and_option_is_drawn() -> None:
     defined = {name for name, kind in vars(ev).items() if isinstance(kind, type) and hasattr(kind, "run")}
     assert kinds == defined
     fields = ("views", "static", "find_unused", "skip_unused", "batched", "mixed", "delayed", "hook", "optimizer_first")
+    fields += ("nonfinite", "drift")
     for field in fields:
         assert any(getattr(program, field) for program in programs), f"no program with {field}"
     assert {program.ranks for program in programs} == {1, 2, 3, 4}
@@ -141,6 +142,8 @@ EVERYTHING = (
     ev.Partial(6, (ROUTE,), rest=True),
     ev.Step(),
     ev.Fail(7, (ROUTE,), at=1),
+    ev.Poison(7, (ROUTE,), victim=1, part=1),
+    ev.Poison(7, (ROUTE,)),
     ev.Look(8, (ROUTE,), "eval", 0),
     ev.Look(9, (ROUTE,), "grad"),
     ev.Look(10, (ROUTE,), "saliency"),
@@ -165,7 +168,11 @@ EVERYTHING = (
 )
 
 
-@pytest.mark.parametrize("options", [{}, {"mode": "zero", "cap_mb": 0.0001}], ids=["plain", "zero"])
+@pytest.mark.parametrize(
+    "options",
+    [{"nonfinite": "skip"}, {"mode": "zero", "cap_mb": 0.0001, "nonfinite": "raise"}],
+    ids=["plain", "zero"],
+)
 def test_the_script_of_a_program_does_the_same(options: dict[str, object], tmp_path: Path, runner: Runner) -> None:
     program = _program(*EVERYTHING, **options)
     assert runner.run_one(program) is None

@@ -98,7 +98,7 @@ def words_of(program: Program) -> set[str]:
     found |= {word for part in program.parts for word in (part.kind, part.dtype)}
     found |= {"large"} if any(num_bytes(part) >= THRESHOLDS[0] for part in program.parts) else set()
     found |= {"many_rows"} if any(part.kind == "SparseWords" and part.width >= 2000 for part in program.parts) else set()
-    options = ("views", "static", "find_unused", "skip_unused", "batched", "mixed", "delayed", "hook")
+    options = ("views", "static", "find_unused", "skip_unused", "batched", "mixed", "delayed", "hook", "nonfinite", "drift")
     found |= {name for name in options if getattr(program, name)}
     found |= {f"{name}={value}" for name, value in program.zero}
     return found | ({"many_buckets"} if program.cap_mb is not None else set())
@@ -127,6 +127,9 @@ class Traits:
         self.draw_options()
         self.kinds = {kind for kind in self.kinds if self._fits(kind)}
         self.optimizer_for_exactness()
+        # By a chance of its own, so that all else of a seed stays as it is without.
+        self.apart = random.Random(~seed)
+        self.draw_watching()
 
     def pick(self, weights: dict[Any, Any]) -> Any:
         return self.chance.choices(list(weights), list(weights.values()))[0]
@@ -224,6 +227,20 @@ class Traits:
         if not sparse:
             named = next(iter(self.theme & set(OPTIMIZERS)), None)
             options["optimizer"] = named or self.chance.choice(list(OPTIMIZERS))
+
+    def draw_watching(self) -> None:
+        """Whether somebody looks for what is not finite, what then happens, and whether replicas are compared."""
+        options = self.options
+        # What an optimizer has used before the pass has ended cannot be skipped, which is refused.
+        steps_early = self.mode.startswith("overlapped") or self.mode == "in_backward"
+        if self.apart.random() < 0.2:
+            options["nonfinite"] = self.apart.choice(("raise", "warn") if steps_early else ("raise", "warn", "skip", "skip"))
+        if self.apart.random() < 0.15:
+            options["drift"] = self.apart.choice((1, 2, 3))
+        promised = options["static"] or options["skip_unused"] or "delayed" in options
+        # Where backward steps, it has stepped with some of what is not finite, or stopped between two steps.
+        in_backward = self.mode in ("overlapped", "in_backward", "compiled")
+        self.poisons = "nonfinite" in options and not promised and not in_backward and self.apart.random() < 0.7
 
     def optimizer_for_exactness(self) -> None:
         """Where parameters are all that can be compared, an optimizer that makes little of an error in the last bit."""

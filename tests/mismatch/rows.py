@@ -74,6 +74,19 @@ def ignored(world: Odd) -> None:
     phalanx.DistributedDataParallel(net)
 
 
+def buffers(name: str, num: int) -> Row:
+    """The odd rank's model has another buffer, or one of another size."""
+
+    def row(world: Odd) -> None:
+        net = model()
+        net.register_buffer("common", torch.zeros(3))
+        if world.odd:
+            net.register_buffer(name, torch.zeros(num))
+        phalanx.DistributedDataParallel(net)
+
+    return row
+
+
 def only_some_wrap(world: Odd) -> None:
     """The odd rank goes on to train with a bare collective in place of the wrapper."""
     if world.odd:
@@ -249,6 +262,8 @@ ROWS: dict[str, tuple[Row, str]] = {
         argument("mixed_precision", None, phalanx.ddp.features.precision.MixedPrecision(torch.bfloat16)),
         "mixed_precision",
     ),
+    "one buffer more": (buffers("another", 3), "buffer 'another' is missing on rank 0, 2, [3] float32 on rank 1"),
+    "size of a buffer": (buffers("common", 4), "buffer 'common' is [3] float32 on rank 0, 2, [4] float32 on rank 1"),
     "ignored": (ignored, "ignored parameters"),
     "only some wrap": (only_some_wrap, "DistributedDataParallel"),
     "fp16 and bf16": (hook(plain(hooks.fp16_compress_hook), plain(hooks.bf16_compress_hook)), "bf16_compress_hook"),

@@ -129,3 +129,80 @@ def test_a_rank_that_has_just_joined_does_not_step_with_its_last_gradients(
     expected = run_ranks(2, use_early, "plain", {}, backend=backend)[1]
     for found in run_ranks(2, use_early, kind, options, backend=backend):
         assert all(map(torch.equal, found, expected))
+
+
+def follow(rank: int, world: int, kind: str, options: dict[str, Any], when: str) -> list[torch.Tensor]:
+    """Rank 0 has inputs for two steps; the learning rate and a beta change with every step of the others."""
+    model = build()
+    wrapped = phalanx.DistributedDataParallel(model, bucket_cap_mb=0.001)
+    rate = torch.tensor(0.01) if when == "as a tensor" else 0.01
+    one: Any
+    if kind == "plain":
+        one, joined = optim.Adam(model.parameters(), lr=rate), [wrapped]
+    else:
+        one = ZeroRedundancyOptimizer(
+            model.parameters(), optim.Adam, overlap_with_ddp=kind == "overlapped", lr=rate, **options
+        )
+        joined = [wrapped, one]
+    scheduler = optim.lr_scheduler.ExponentialLR(one, 0.7)
+    with Join(joined):
+        for step in range(2 if rank == 0 else 5):
+            x = torch.randn(5, 8, generator=torch.Generator().manual_seed(100 * step + rank))
+            one.zero_grad()
+            loss = wrapped(x).square().mean()
+            if when == "before backward":
+                one.param_groups[0]["betas"] = (0.9 - 0.1 * step, 0.99)
+            loss.backward()
+            if when == "before step":
+                one.param_groups[0]["lr"] = 0.01 / (1 + step)
+            one.step()
+            if when not in ("before step", "never"):
+                scheduler.step()
+    return [param.detach().clone() for param in model.parameters()]
+
+
+@pytest.mark.parametrize("backend", ["gloo", "phalanx"])
+@pytest.mark.parametrize(
+    ("kind", "options", "when"),
+    [
+        ("alone", {}, "after step"),
+        ("alone", {}, "before step"),
+        ("alone", {}, "as a tensor"),
+        ("alone", {"partition": "parameter"}, "before backward"),
+        ("overlapped", {}, "after step"),
+        ("overlapped", {}, "before backward"),
+        ("overlapped", {"stage": 2}, "after step"),
+        ("overlapped", {"step_in_backward": False}, "before step"),
+    ],
+    ids=str,
+)
+def test_a_joined_rank_follows_the_options_of_those_still_training(
+    kind: str, options: dict[str, Any], when: str, backend: str
+) -> None:
+    expected, unchanged = run_ranks(2, follow, "plain", {}, when)[1], run_ranks(2, follow, "plain", {}, "never")[1]
+    assert not all(map(torch.equal, expected, unchanged)), "the options matter"
+    for found in run_ranks(2, follow, kind, options, when, backend=backend):
+        assert all(map(torch.equal, found, expected))
+
+
+def disagree(rank: int, world: int) -> str:
+    """Rank 0 has joined; of the two that still train, one changes its learning rate."""
+    model = build()
+    wrapped = phalanx.DistributedDataParallel(model)
+    one = ZeroRedundancyOptimizer(model.parameters(), optim.Adam, lr=0.01)
+    try:
+        with Join([wrapped, one]):
+            for step in range(1 if rank == 0 else 4):
+                one.param_groups[0]["lr"] = 0.02 if rank == 2 and step == 2 else 0.01
+                wrapped(torch.ones(5, 8)).square().mean().backward()
+                one.step()
+                one.zero_grad()
+    except phalanx.errors.MismatchError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("backend", ["gloo", "phalanx"])
+def test_ranks_that_train_must_still_have_the_same_options(backend: str) -> None:
+    for said in run_ranks(3, disagree, backend=backend):
+        assert "lr of group 0" in said and "0.02" in said, said

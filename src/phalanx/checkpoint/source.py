@@ -119,7 +119,12 @@ class CheckpointSource(Source):
 
     def flat(self, key: str, start: int, stop: int) -> torch.Tensor:
         info = self.infos[key]
-        dtype = getattr(torch, info.dtype)
+        dtype = getattr(torch, info.dtype, None)
+        if not isinstance(dtype, torch.dtype) or dtype.itemsize != info.itemsize:
+            raise StateError(
+                f"{self.where}: {said(key)} has elements of {info.itemsize} bytes of dtype {info.dtype!r:.60}, which this "
+                "torch does not have."
+            )
         parts = []
         for held in self._places(key, info, start, stop):
             end = held.offset + (held.stop - held.start) * info.itemsize

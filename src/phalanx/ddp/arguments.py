@@ -299,4 +299,8 @@ def in_words(wrapper: Any) -> dict[str, str]:
     words["device"] = wrapper.device_type
     words["mixed_precision"] = str(wrapper.mixed_precision)
     words["ignored parameters"] = ", ".join(sorted(wrapper.parameters_to_ignore)) or "none"
+    # Only where they are synchronised: otherwise each rank may have its own.
+    buffers = wrapper.buffer_sync.named() if wrapper.syncs_buffers_at_start or wrapper.forward_sync_buffers else {}
+    for name, buffer in buffers.items():
+        words[f"buffer '{name}'"] = f"{list(buffer.shape)} {str(buffer.dtype).removeprefix('torch.')}"
     return words

@@ -20,7 +20,8 @@ class BackwardEnd:
     """Queued with the engine: called when the pass has ended, destroyed uncalled if the pass raised.
 
     Nobody else may hold it, or the second would not be noticed: the engine drops what it did not call before the
-    exception reaches the user, who may then zero gradients and go on.
+    exception reaches the user, who may then zero gradients and go on. Not even a local variable of a function that may
+    raise: the traceback keeps it.
     """
 
     __slots__ = ("__weakref__", "_ended", "_was_called")
@@ -34,7 +35,8 @@ class BackwardEnd:
         self._ended()
 
     def __del__(self) -> None:
-        if not self._was_called:
+        # In an interpreter that is being taken down nobody goes on; and torch aborts if a tensor becomes a gradient then.
+        if not self._was_called and not sys.is_finalizing():
             self.raised()
 
     def raised(self) -> None:

@@ -134,7 +134,7 @@ class DistributedDataParallel(TorchBase):
         self.device = every[0].device
         self.device_type = self.device.type
         self.is_multi_device_module = len({param.device for param in every}) > 1
-        self.forward_sync_buffers, init_buffers = arguments.choose_buffer_sync(
+        self.forward_sync_buffers, self.syncs_buffers_at_start = arguments.choose_buffer_sync(
             broadcast_buffers, forward_sync_buffers
         )
         arguments.warn_deprecated(check_reduction)
@@ -163,7 +163,7 @@ class DistributedDataParallel(TorchBase):
             self._number = self._agree()
         self._assemble()
         if init_sync:
-            self.replicate_module(0, init_buffers)
+            self.replicate_module(0, self.syncs_buffers_at_start)
 
     # -- putting the parts together ------------------------------------------------------------
 

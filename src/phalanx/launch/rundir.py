@@ -34,6 +34,12 @@ def open_private(path: Path) -> int:
     return descriptor
 
 
+def refuse_special(path: Path) -> None:
+    """Raise StateError for what is there and is no file: reading a pipe waits for ever, a device may never end."""
+    if path.exists() and not path.is_file():
+        raise StateError(f"{path} is not a plain file. Do not read folders of which you do not know who made them.")
+
+
 def make_private(path: Path) -> None:
     """A new folder that only its owner may enter. Fails where `path` exists, be it a link."""
     path.mkdir(mode=0o700)
@@ -113,11 +119,12 @@ class RunDirectory:
 
     def facts(self) -> dict[str, Any]:
         """What `run.json` holds; empty when the directory has none."""
+        refuse_special(self.root / FACTS)
         try:
             facts = json.loads((self.root / FACTS).read_text())
         except FileNotFoundError:
             return {}
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise StateError(f"{self.root / FACTS} cannot be read: {error}") from None
         if not isinstance(facts, dict):
             raise StateError(f"{self.root / FACTS} should hold an object, it holds {type(facts).__name__}")

@@ -21,10 +21,11 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from phalanx.comm.failure import gloo_threads, last_words
+from phalanx.comm.failure.board import board_of
 from phalanx.comm.memory.heap import keep_freed_memory
 from phalanx.data.loader import Loader
 from phalanx.data.values import Exchange, FirstOnly
-from phalanx.errors import ArgumentTypeError, ConfigError, MismatchError
+from phalanx.errors import ArgumentTypeError, ConfigError, MismatchError, PeerFailure
 from phalanx.launch.environment import Environment, detect
 from phalanx.launch.resources import threads_for as threads_for
 from phalanx.launch.variables import TRACE_DIRECTORY as TRACE_DIRECTORY
@@ -218,7 +219,21 @@ def _join(environment: Environment, backend: str, timeout_s: float | None) -> No
     else:
         os.environ.setdefault("MASTER_ADDR", environment.host)
         os.environ.setdefault("MASTER_PORT", str(environment.port))
-        dist.init_process_group(backend, rank=environment.rank, world_size=environment.world, timeout=timeout)
+        try:
+            dist.init_process_group(backend, rank=environment.rank, world_size=environment.world, timeout=timeout)
+        except dist.DistNetworkError as error:
+            if environment.rank == 0:
+                raise  # it is the one who could not serve
+            # A rank that joined and died at once has said nothing yet, and torch's error names nobody.
+            raise PeerFailure(
+                f"rank {environment.rank}: the store at {environment.host}:{environment.port} cannot be reached, or was "
+                "lost while the group was made. Where no launcher serves it, rank 0 does, and has not started or has ended. "
+                f"Look at its log. ({error})",
+                [0],
+            ) from error
+    # From now on the others hear of this process's last words, if it ends by an exception.
+    if dist.group.WORLD is not None:
+        board_of(dist.group.WORLD)
     # A group left to interpreter shutdown is torn down in an undefined order; leave it while all is alive.
     atexit.register(_leave_at_exit)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.errors import StateError
-from phalanx.launch.rundir import RunDirectory
+from phalanx.launch.rundir import RunDirectory, refuse_special
 from phalanx.observe import trace
 
 
@@ -126,11 +126,12 @@ class _RawTrace:
 
 
 def _read(path: Path) -> _RawTrace:
+    refuse_special(path)
     with open(path, encoding="utf-8", errors="replace") as file:
         try:
             header = json.loads(file.readline())
             version = header["phalanx_trace"]
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             raise StateError(f"{path} is not a phalanx trace: its first line is no header") from None
         if version != trace.FORMAT_VERSION:
             raise StateError(
@@ -141,6 +142,8 @@ def _read(path: Path) -> _RawTrace:
         for line in file:
             try:
                 events.append(json.loads(line))
+            except RecursionError:
+                raise StateError(f"{path} is malformed: line {len(events) + 2} is nested too deeply.") from None
             except ValueError:
                 # Only a write that was cut off leaves this, and nothing follows it.
                 break
@@ -157,15 +160,22 @@ _SHAPES: dict[str, tuple[Any, ...]] = {
 _HEADER = {"rank": int, "boot": object, "wall_ns": int, "perf_ns": int}
 
 
+def is_event(value: Any) -> bool:
+    """Whether a line of a trace holds an event of a known kind and form."""
+    kind = value[0] if isinstance(value, list) and value else None
+    shape = _SHAPES.get(kind) if isinstance(kind, str) else None
+    return shape is not None and len(value) == len(shape) + 1 and all(map(isinstance, value[1:], shape))
+
+
 def _check(raw: _RawTrace) -> None:
     """Refuse a trace that was edited, cut or made up, in words, before anything is made of it."""
     for name, wanted in _HEADER.items():
         if name not in raw.header or not isinstance(raw.header[name], wanted):
             raise StateError(f"{raw.path} is malformed: its header has no {name!r}. Trace the run again.")
     for number, event in enumerate(raw.events, start=2):
-        kind = event[0] if isinstance(event, list) and event else None
-        shape = _SHAPES.get(kind) if isinstance(kind, str) else None
-        if shape is None or len(event) != len(shape) + 1 or not all(map(isinstance, event[1:], shape)):
+        if not is_event(event):
+            kind = event[0] if isinstance(event, list) and event else None
+            shape = _SHAPES.get(kind) if isinstance(kind, str) else None
             what = f"an event of unknown kind {kind!r}" if isinstance(kind, str) and shape is None else "no event"
             raise StateError(f"{raw.path} is malformed: line {number} holds {what} ({json.dumps(event)[:60]}).")
 

@@ -1,12 +1,26 @@
-"""Uneven inputs: what a rank that has run out of them does about the others' optimizer steps."""
+"""Uneven inputs: what a rank that has run out of them does about the others' optimizer steps.
+
+It goes on stepping its part of the parameters. By which options is known to the ranks that still train: their schedulers
+go on, its own does not. So before options are used, ranks that have changed theirs say so, and one of them tells all.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
+import torch
 from torch.distributed.algorithms.join import JoinHook
 
+from ..comm.collectives import Collectives
 from ..ddp.module import DistributedDataParallel
+
+_WHERE = "telling joined ranks the options of ZeroRedundancyOptimizer"
+# Texts are sent in multiples of this: the first collective of each size costs an agreement (`comm.failure.agreement`).
+_BLOCK_BYTES = 512
+
+Groups = Sequence[dict[str, Any]]
 
 
 class JoinedStep(JoinHook):
@@ -24,3 +38,72 @@ class JoinedStep(JoinHook):
         # A forward under no_sync() is followed by no step.
         if self._wrapper is None or self._wrapper.require_forward_param_sync:
             self._step()
+
+
+class FollowedOptions:
+    """The options of the ranks that still train, on every rank. `keys`: those of the optimizer's class, the same everywhere.
+
+    Only the ranks that have joined take options over. What ranks that train have is compared elsewhere (`settings`), and
+    not made equal here: a difference between them is a mistake of the program.
+    """
+
+    def __init__(self, collectives: Collectives, device: torch.device) -> None:
+        self._collectives = collectives
+        self._device = device
+        self._known = ""  # what was told last
+
+    def exchange(self, groups: Groups | None, keys: Sequence[str], joined: bool) -> None:
+        """Every rank calls it; ranks that have `joined` have the others' options afterwards. None: nothing to tell."""
+        mine = self._known if groups is None else json.dumps([_simple_options(group, keys) for group in groups])
+        told = self._told(mine if not joined and mine != self._known else "")
+        if told is None:
+            return
+        self._known = told if joined else mine
+        if joined and groups is not None:
+            for group, options in zip(groups, json.loads(told), strict=True):
+                group.update({key: _as(group[key], value) for key, value in options.items()})
+
+    def _told(self, text: str) -> str | None:
+        """The text of the first rank that has one, on every rank; None if nobody has."""
+        collectives, data = self._collectives, text.encode()
+        sizes = torch.zeros(collectives.world, device=self._device)
+        sizes[collectives.rank] = len(data)
+        collectives.wait(collectives.all_reduce(sizes), _WHERE)
+        listed = [int(size) for size in sizes.tolist()]
+        source = next((rank for rank, size in enumerate(listed) if size), None)
+        if source is None:
+            return None
+        padded = torch.zeros(-(-listed[source] // _BLOCK_BYTES) * _BLOCK_BYTES, dtype=torch.uint8)
+        if source == collectives.rank:
+            padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        padded = padded.to(self._device)
+        collectives.wait(collectives.broadcast(padded, source), _WHERE)
+        return bytes(padded[: listed[source]].tolist()).decode()
+
+
+def _simple_options(group: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Any]:
+    found = {key: _simple(group[key]) for key in keys if key in group}
+    return {key: value for key, value in found.items() if value is not ...}
+
+
+def _simple(value: Any) -> Any:
+    """The value as JSON has it; `...` for what only this rank can have (a function, a large tensor)."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, torch.Tensor):
+        # Looking makes the host wait for a device. Under join it waits in every step anyway, for who has joined.
+        return value.item() if value.numel() == 1 and not value.is_complex() else ...
+    if isinstance(value, (tuple, list)):
+        parts = [_simple(part) for part in value]
+        return ... if any(part is ... for part in parts) else parts
+    return ...
+
+
+def _as(mine: Any, value: Any) -> Any:
+    """`value` in the form that this rank has it: a tensor stays the same tensor, which compiled steps refer to."""
+    if isinstance(mine, torch.Tensor):
+        with torch.no_grad():
+            return mine.fill_(value)
+    if isinstance(value, list) and isinstance(mine, (tuple, list)) and len(mine) == len(value):
+        return type(mine)(_as(old, new) for old, new in zip(mine, value, strict=True))
+    return tuple(value) if isinstance(value, list) else value

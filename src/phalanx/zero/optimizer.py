@@ -110,6 +110,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         self._consolidated: dict[int, Any] | None = None
         self._has_state = False  # whether a step was made or a state loaded: on every rank alike, whatever each owns
         self._hook_arguments: tuple[tuple[Any, ...], dict[str, Any]] = ((self,), {})
+        self._is_shadowing = False  # amid a step that only other ranks have inputs for
         # How many updates backward had made when `step` was last called: without a new one, it has nothing to confirm.
         self._num_updates_seen = 0
         self._overlap: Overlap | None = None
@@ -165,7 +166,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
 
     def _step(self, closure: Any = None, **kwargs: Any) -> Any:
         sharded = self._sharded
-        self._settings.check()
+        self._settings.check(self._is_shadowing)
         # Schedulers edit the groups that the user sees; the local optimizer has groups of its own.
         # A state collected earlier is outdated from here on, even if the step raises.
         sharded.local.pull(self.param_groups)
@@ -395,7 +396,11 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
 
     def _step_joined(self) -> None:
         """Step this rank's part with the others, without inputs of its own; for ranks that have joined."""
-        self.step()
+        self._is_shadowing = True
+        try:
+            self.step()
+        finally:
+            self._is_shadowing = False
         if self.wrapper is not None:
             # Not at the beginning of the next one: after the last, a user's loop would add to what is left here.
             # What was given to this rank belongs to this step only; the others clear theirs themselves.

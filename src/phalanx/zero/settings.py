@@ -3,6 +3,7 @@
     made, or given a group      all of it, with class, groups and parameters: by an agreement, before anything is divided
     in each backward            what may change, as a few bits in the tail of the wrapper that reduces the parameters
     in `step`                   only if something has changed since it was last known to be equal: by an agreement
+    under join                  before both, ranks that have joined take over what the others have (`join.FollowedOptions`)
 
 So a step costs no collective more where a wrapper is known, or where nothing changes. A rank that changed something alone
 is found out before any rank has applied the step, or by the agreement to which the others do not come.
@@ -23,6 +24,7 @@ from ..comm.collectives import Collectives
 from ..ddp.features.settings import carry
 from ..ddp.module import DistributedDataParallel
 from ..ddp.wrappers import known_wrappers, listen
+from .join import FollowedOptions
 
 _OCCASION = "the settings of ZeroRedundancyOptimizer"
 _SIMPLE = (bool, int, float, complex, str, type(None))
@@ -49,6 +51,8 @@ class CommonSettings:
         self._numbered: tuple[tuple[Values, int], int] = (((), -1), 0)  # what was told last, and the number made of it
         self._equal: Values | None = None  # what was last known to be equal on all ranks
         self.params = frozenset(map(id, _params(optimizer)))
+        self._followed = FollowedOptions(collectives, _params(optimizer)[0].device)
+        self._is_under_join = False
         for wrapper in known_wrappers()[::-1]:
             self._consider(wrapper)
         listen(self._consider)
@@ -69,10 +73,11 @@ class CommonSettings:
 
     # -- before a step -------------------------------------------------------------------------
 
-    def check(self) -> None:
+    def check(self, joined: bool) -> None:
         """Before a step: raise on every rank if settings differ that have changed since they were last compared."""
         if self._collectives.world == 1:
             return
+        self.prepare(joined)
         self._read()
         if self._values != self._equal:
             self._collectives.agree(_OCCASION, self.settings(), self._changed())
@@ -94,6 +99,18 @@ class CommonSettings:
         self._loaded = f"{self._num_loads}, the last with checksum {_checksum(state_dict)}"
 
     # -- in backward (`ddp.features.settings.Teller`) ------------------------------------------
+
+    def prepare(self, joined: bool) -> None:
+        """Under join, ranks that have `joined` take over the options of the others."""
+        optimizer = self._optimizer()
+        groups, keys = (None, ()) if optimizer is None else (optimizer.param_groups, tuple(sorted(optimizer.defaults)))
+        config = getattr(optimizer, "_join_config", None)
+        if config is not None:
+            # As it was when the optimizer was dropped, else: it is a collective, and memory is freed at other moments
+            # on other ranks.
+            self._is_under_join = config.enable
+        if self._is_under_join:
+            self._followed.exchange(groups, keys, joined)
 
     def tell(self) -> int:
         """A number made of the settings as they are now."""

@@ -34,13 +34,15 @@ class InjectedError(Exception):
 @dataclass(frozen=True)
 class Plan:
     """`kind`: "clean", "raise" (between two steps), "backward" (amid one), "kill" (amid one), "exit" (with code 3, after a
-    failed backward of another rank). `starter`: "fork", or "process" for a child of multiprocessing."""
+    failed backward of another rank). `starter`: "fork", or "process" for a child of multiprocessing. `overlapped`: the
+    optimizer steps in backward."""
 
     kind: str
     backend: str
     victim: int = 2
     world: int = 3
     starter: str = "fork"
+    overlapped: bool = False
 
 
 def train(rank: int, plan: Plan) -> None:
@@ -50,7 +52,9 @@ def train(rank: int, plan: Plan) -> None:
     net = nn.Sequential(*[nn.Linear(64, 64) for _ in range(8)])
     # Many buckets, so that some are under way whenever something happens.
     wrapped = phalanx.DistributedDataParallel(net, bucket_cap_mb=0.03)
-    optimizer = torch.optim.Adam(wrapped.parameters())
+    optimizer: torch.optim.Optimizer = torch.optim.Adam(wrapped.parameters())
+    if plan.overlapped:
+        optimizer = phalanx.ZeroRedundancyOptimizer(wrapped.parameters(), torch.optim.Adam, overlap_with_ddp=True)
     for _ in range(3):
         wrapped(torch.randn(4, 64)).square().mean().backward()
         optimizer.step()

@@ -54,6 +54,8 @@ def test_ranks_end_with_their_own_code_and_the_victims_words(backend: str) -> No
     plans = [Plan(kind, backend) for kind in KINDS]
     # The rank that serves the store takes it along; and children of multiprocessing never reach `sys.excepthook`.
     plans += [Plan("raise", backend, victim=0), Plan("kill", backend, victim=0), Plan("raise", backend, starter="process")]
+    # Raises below the hooks of parameters, whose traceback the interpreter keeps to its end.
+    plans += [Plan("kill", backend, overlapped=True)]
     for plan, outcome in zip(plans, ended(plans), strict=True):
         verify(plan, outcome)
 

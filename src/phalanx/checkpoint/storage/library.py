@@ -100,7 +100,10 @@ def _manifest(disk: Disk, entry: Entry, rank: int) -> Manifest:
             f"{path}: rank {rank}: not the manifest that was committed ({len(text)} bytes, expected {size}): damaged, or of "
             "another save."
         )
-    return Manifest.from_bytes(text, path)
+    found = Manifest.from_bytes(text, path)
+    if (found.save, found.rank, found.world) != (str(entry.name), rank, _committed(entry).world):
+        raise StateError(f"{path}: rank {rank}: the manifest of rank {found.rank} of {found.world} of {found.save!r:.80}.")
+    return found
 
 
 def problems(disk: Disk, entry: Entry, ranks: Sequence[int] | None = None) -> Iterator[Problem]:

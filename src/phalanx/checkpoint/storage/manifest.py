@@ -33,6 +33,9 @@ ALIGNMENT = 64
 # A larger extent is cut: whoever loads a part of it verifies that part only. A multiple of every element's size.
 PIECE_BYTES = 8 * 1024 * 1024
 
+# The year 9999, after which no calendar goes on.
+_LAST_MOMENT_S = 253_402_300_799
+
 _FOLDER = re.compile(r"step-(\d+)\.(\d{6,})\.([0-9a-f]{8})")
 
 
@@ -149,6 +152,24 @@ class Manifest:
     texts: dict[str, Any] = field(default_factory=dict)
     about: dict[str, Any] = field(default_factory=dict)
 
+    def _check(self) -> None:
+        """Raise ValueError for what no save has written. Whoever made it: hashes are made as easily as the rest."""
+        if not all(map(_is_count, (self.rank, self.world, self.num_bytes))):
+            raise ValueError(f"rank {self.rank!r:.60}, world {self.world!r:.60}, {self.num_bytes!r:.60} bytes")
+        for key, info in self.tensors.items():
+            fits = isinstance(info.dtype, str) and len(info.shape) == len(info.stride)
+            if not fits or not all(map(_is_count, (info.itemsize, *info.shape, *info.stride))):
+                raise ValueError(f"{said(key)} is {info!r:.120}")
+        for extent in self.extents:
+            info = self.tensors[extent.key]
+            inside = all(map(_is_count, (extent.start, extent.stop, extent.offset))) and isinstance(extent.digest, str)
+            end = extent.offset + (extent.stop - extent.start) * info.itemsize if inside else 0
+            if not inside or not extent.start <= extent.stop <= info.numel or end > self.num_bytes:
+                raise ValueError(f"{said(extent.key)} has the extent {extent!r:.160}")
+        if not isinstance(self.texts, dict) or not all(isinstance(name, str) for name in self.texts):
+            raise ValueError("its texts are none")
+        _check_about(self.about)
+
     def to_bytes(self) -> bytes:
         value = {
             "format": FORMAT,
@@ -171,9 +192,26 @@ class Manifest:
             tensors = {key: TensorInfo(d, n, tuple(sh), tuple(st)) for key, (d, n, sh, st) in value["tensors"].items()}
             extents = [Extent(*row) for row in value["extents"]]
             numbers = (value["rank"], value["world"], value["num_bytes"])
-            return cls(value["save"], *numbers, tensors, extents, value["texts"], value["about"])
+            found = cls(value["save"], *numbers, tensors, extents, value["texts"], value["about"])
+            found._check()
+            return found
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise StateError(f"{where} is not a manifest: {error!r}.") from error
+
+
+def _check_about(about: Any) -> None:
+    """Raise ValueError unless this is what a save says of itself."""
+    metrics = about.get("metrics", {})
+    numbers = {"step": about.get("step", 0), "total_bytes": about.get("total_bytes", 0), "time": about.get("time", 0)}
+    for name, number in (*numbers.items(), *metrics.items()):
+        if isinstance(number, bool) or not isinstance(number, (int, float)):
+            raise ValueError(f"{name} is {number!r:.60}, no number")
+    if not 0 <= numbers["time"] < _LAST_MOMENT_S:
+        raise ValueError(f"it was saved {numbers['time']!r:.60} seconds after 1970")
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,15 +248,16 @@ class Commit:
         value = _parse(body, where)
         try:
             rows = tuple((int(size), str(found)) for size, found in value["manifests"])
+            _check_about(value["about"])
             return cls(value["save"], rows, value["about"])
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise StateError(f"{where} is not a commit: {error!r}.") from error
 
 
 def _parse(text: bytes, where: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise StateError(f"{where} is truncated or damaged: {error}.") from error
     if not isinstance(value, dict) or value.get("format") != FORMAT:
         got = value.get("format") if isinstance(value, dict) else type(value).__name__

@@ -24,7 +24,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from ...errors import CommunicationError, MismatchError
+from ...errors import CommunicationError, MismatchError, PhalanxError
+from .answering import SilentStoreError
 from .board import FailureBoard
 from .waiter import Patience
 
@@ -105,12 +106,19 @@ class StoreAgreement:
         """Raise MismatchError on every rank unless all ranks say the same. `fail` explains why nobody comes."""
         number, self._board.agreed = self._board.agreed, self._board.agreed + 1
         text, where = encode(occasion, settings), agreeing_on(occasion, changed)
-        said = self._exchange(f"{number}", fingerprint(text).hex().encode(), where, fail)
-        # Everybody has read the last but one: nobody is here who has not been there.
-        if number >= 2:
-            self._store.delete_key(f"{number - 2}/{self._board.rank}")
-        if len(set(said)) > 1:
-            raise disagreement(self._board.rank, self._exchange(f"{number}/text", text, where, fail))
+        try:
+            said = self._exchange(f"{number}", fingerprint(text).hex().encode(), where, fail)
+            # Everybody has read the last but one: nobody is here who has not been there.
+            if number >= 2:
+                self._store.delete_key(f"{number - 2}/{self._board.rank}")
+            texts = self._exchange(f"{number}/text", text, where, fail) if len(set(said)) > 1 else []
+        except PhalanxError:
+            raise
+        except (RuntimeError, OSError) as error:
+            # The store is gone, or silent, and whoever serves it with it.
+            raise fail(where, isinstance(error, SilentStoreError)) from error
+        if texts:
+            raise disagreement(self._board.rank, texts)
 
     def _exchange(self, key: str, mine: bytes, where: str, fail: Fail) -> list[bytes]:
         world, rank = self._board.world, self._board.rank

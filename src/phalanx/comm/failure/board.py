@@ -30,6 +30,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from ...errors import CommunicationError
+from .answering import AnsweringStore
 from .last_words import tell_at_the_end
 
 _POLL_S = 0.05
@@ -82,9 +83,11 @@ class FailureBoard:
         self._knows = False
         self._gone: set[int] = set()  # ranks for which nobody need wait any more
 
-    def store_for(self, purpose: str) -> dist.Store:
+    def store_for(self, purpose: str) -> AnsweringStore:
         """The group's store, with keys of its own for `purpose`."""
-        return dist.PrefixStore(f"phalanx/{purpose}", self._shared)
+        prefixed = dist.PrefixStore(f"phalanx/{purpose}", self._shared)
+        may_hang = isinstance(self._innermost, dist.TCPStore) and not self._serves_store
+        return AnsweringStore(prefixed, may_hang, self.timeout_s)
 
     # -- what a rank says of itself --------------------------------------------------------------
 
@@ -110,7 +113,7 @@ class FailureBoard:
         if self._posted:
             self._posted = False
             with contextlib.suppress(RuntimeError, OSError):
-                self._store.delete_key(f"failed/{self.rank}")
+                self._take_back(f"failed/{self.rank}")
                 if not self._written("failed"):
                     self._store.delete_key("posted")
 
@@ -122,7 +125,12 @@ class FailureBoard:
     def forget_wait(self) -> None:
         """The wait is over."""
         with contextlib.suppress(RuntimeError, OSError):
-            self._store.delete_key(f"waits/{self.rank}")
+            self._take_back(f"waits/{self.rank}")
+
+    def _take_back(self, key: str) -> None:
+        # Not deleted: whoever has just seen that the key is there asks for its value next, and would wait for it to come
+        # back until the store's time limit.
+        self._store.set(key, "")
 
     # -- what others said ------------------------------------------------------------------------
 
@@ -146,7 +154,8 @@ class FailureBoard:
     def _written(self, kind: str) -> dict[int, str]:
         others = [rank for rank in range(self.world) if rank != self.rank]
         there = [rank for rank in others if self._store.check([f"{kind}/{rank}"])]
-        return {rank: self._store.get(f"{kind}/{rank}").decode() for rank in there}
+        texts = {rank: self._store.get(f"{kind}/{rank}").decode() for rank in there}
+        return {rank: text for rank, text in texts.items() if text}
 
     # -- what ranks find out together ------------------------------------------------------------
 
@@ -236,12 +245,17 @@ class FailureBoard:
     @property
     def _serves_store(self) -> bool:
         """Whether the store is a server in this process. A wrong guess costs a few seconds at the end."""
+        # torchrun's agent serves the store itself, and lives on.
+        by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        is_tcp = isinstance(self._innermost, dist.TCPStore)
+        return is_tcp and dist.is_initialized() and dist.get_rank() == 0 and not by_agent
+
+    @property
+    def _innermost(self) -> dist.Store:
         store = self._shared
         while isinstance(store, dist.PrefixStore):
             store = store.underlying_store
-        # torchrun's agent serves the store itself, and lives on.
-        by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        return isinstance(store, dist.TCPStore) and dist.is_initialized() and dist.get_rank() == 0 and not by_agent
+        return store
 
 
 def group_timeout_s(group: dist.ProcessGroup) -> float:

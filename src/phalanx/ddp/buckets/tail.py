@@ -22,7 +22,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -97,6 +97,9 @@ class Watch(Protocol):
 
     def found(self, step: int) -> None:
         """Some rank sent what is not finite. Every rank calls it; it may raise."""
+
+    def of_late_part(self, part: Any) -> Watch:
+        """The same for `part`, the bucket of what came late for this one."""
 
 
 class Tail:

@@ -29,7 +29,8 @@ class DriftCheck(Listener):
         self._every = every
         self._passes = 0
 
-    def pass_ended(self) -> None:
+    def pass_closed(self) -> None:
+        # Not before: an optimizer that steps in backward gathers the last parameters when the pass ends.
         wrapper = self._wrapper()
         # Ranks that have joined without inputs do not step, and get the others' parameters at the end.
         if wrapper is None or wrapper._join_config.enable:

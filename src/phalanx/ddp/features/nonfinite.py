@@ -35,6 +35,8 @@ class NonFinite(Listener):
         self._reducer = weakref.ref(reducer)
         self._action = action
         self._found: list[str] = []
+        # Whether this pass has raised here, on every rank: the buckets after that one are only waited for, not judged.
+        self._has_raised = False
         self.plan_adopted()
 
     def plan_adopted(self) -> None:
@@ -48,6 +50,7 @@ class NonFinite(Listener):
         return reducer
 
     def pass_began(self, joined: bool) -> None:
+        self._has_raised = False
         self._found.clear()
         reducer = self._owner
         if self._action == "skip" and any(listener.uses_means for listener in reducer.listeners):
@@ -59,14 +62,20 @@ class NonFinite(Listener):
 
     def found(self, bucket: Bucket, names: Sequence[str], step: int) -> None:
         """Some rank has sent what is not finite; `names`: the parameters of which this rank has. Every rank is here."""
+        if self._has_raised:
+            return
         reducer = self._owner
         board = reducer.collectives.board
         said = board.exchange("nonfinite", ", ".join(f"'{name}'" for name in names), _EXCHANGE_S)
         whose = "; ".join(f"rank {rank}: {listed}" for rank, listed in sorted(said.items()) if listed)
         text = f"step {step}, bucket {bucket.index}: gradients that are NaN or infinite ({whose or 'of a silent rank'})"
         if self._action == "raise":
+            self._has_raised = True
+            # Where an optimizer steps bucket by bucket it has used those before this one.
+            used = any(listener.uses_means for listener in reducer.listeners) and bucket.index > 0
+            given = "Buckets before it may have been stepped" if used else "No gradient was given out"
             raise ReductionError(
-                f"rank {board.rank}: {text}. No gradient was given out. Look at the loss and the inputs of that rank, lower "
+                f"rank {board.rank}: {text}. {given}. Look at the loss and the inputs of that rank, lower "
                 'the learning rate, or pass on_nonfinite="skip" to leave such steps out.'
             )
         self._found.append(text)
@@ -112,6 +121,12 @@ class BucketWatch:
             self._names = _bad_names(bucket) if bad else []
             return int(bad)
         return self._flag
+
+    def of_late_part(self, part: Bucket) -> BucketWatch:
+        """The same for the bucket of what came late for this one."""
+        owner = self._owner()
+        assert owner is not None, "a pass is under way"
+        return BucketWatch(owner, part)
 
     def found(self, step: int) -> None:
         """The tail is back, and some rank's bucket was not finite."""

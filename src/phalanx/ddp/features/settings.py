@@ -32,6 +32,9 @@ class Teller(Protocol):
 
     params: frozenset[int]
 
+    def prepare(self, joined: bool) -> None:
+        """A pass begins, on every rank; with `joined`, one for which this rank has no inputs. May be a collective."""
+
     def tell(self) -> int:
         """A number made of the settings as they are now; other settings, as good as surely another number."""
 
@@ -71,6 +74,8 @@ class CarriedSettings(Listener):
         reducer.strategy.agree()
         if not self._tellers:
             return
+        for teller in self._tellers:
+            teller.prepare(joined)
         self._told = [(teller, teller.tell()) for teller in self._tellers]
         numbers = [told for _, told in self._told]
         # One number as it is: most programs have one optimizer.

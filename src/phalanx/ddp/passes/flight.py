@@ -85,16 +85,14 @@ class Pass:
 
     def launch_ready(self) -> None:
         """Launch what is full, as far as it is this wrapper's turn."""
-        ending = self.reducer.noted
-        order = self.reducer.order
-        if ending is not None and any(other.has_early_buckets for other in order.before(ending)):
+        if any(other.has_early_buckets for other in self.reducer.earlier):
             return  # they launch ours when theirs have left
         # Launch by index even when a later bucket fills first: ranks fill buckets in different orders,
         # and launching as filled would add unrelated gradients together.
         while self.has_early_buckets and not self.buckets[self.next].pending:
             self._take_and_send(self.buckets[self.next])
-        if ending is not None and not self.has_early_buckets:
-            following = order.after(ending)
+        if not self.has_early_buckets:
+            following = self.reducer.following
             if following is not None and following.current is not None and following.state is REDUCING:
                 following.current.launch_ready()
 

@@ -26,6 +26,8 @@ def reduce_late_part(run: Pass, bucket: Bucket) -> None:
     if bucket.stage is Stage.GIVEN and run.strategy.gives_for_good:
         raise too_late(f"rank {run.collectives.rank}: step {reducer.step}", bucket.index, bucket.specs[0].name)
     part = reducer.make_bucket(reducer.plan.buckets[bucket.index], bucket.tail.of_late_parts(), bucket)
+    if bucket.tail.watch is not None:
+        part.tail.watch = bucket.tail.watch.of_late_part(part)
     # Every other slot has been taken, so that its `.grad` is None and adds nothing.
     part.states[:] = bytes(LOCAL if state == LATE else ABSENT for state in bucket.states)
     run.send(part, run.take(part))

@@ -1,7 +1,8 @@
 """Who hears of a pass: one protocol for everything around the reducer.
 
 Called on every rank in this order: `pass_began`, then per bucket `bucket_full` (not for every bucket),
-`bucket_sent`, `bucket_given`; `backward_ended` in between; last `pass_ended`, or `pass_failed` at any point.
+`bucket_sent`, `bucket_given`; `backward_ended` in between; then `pass_ended`, and when all have heard of that,
+`pass_closed`; or `pass_failed` at any point.
 `plan_adopted` and `plan_resumed` come between two passes. All methods are optional. Listeners are called in the order in
 which they were added; what one raises ends the pass. Nobody but the reducer and the strategy changes a slot.
 """
@@ -36,6 +37,9 @@ class Listener:
 
     def pass_ended(self) -> None:
         """Every parameter has its mean, and the plan for the next pass is in force."""
+
+    def pass_closed(self) -> None:
+        """Every listener has done what it does at the end of a pass; where backward steps, parameters are whole again."""
 
     def local_backward_ended(self) -> None:
         """A backward through the wrapper has ended that was not reduced."""

@@ -275,7 +275,9 @@ class Reducer(TorchReducer):
         failed, self.current, self._raised_before = self.current, None, False
         if failed is not None and failed.is_torn:
             self.current = failed
-            raise torn(f"rank {self.collectives.rank}: step {self.step}")
+            error = torn(f"rank {self.collectives.rank}: step {self.step}")
+            self.collectives.board.post_error(error)  # others may wait for what this rank will never join
+            raise error
         try:
             # It may have reached an output and no parameter: other ranks may have met one.
             yield from give_up(Pass(self, joined=False, may_nest=True) if failed is None else failed)
@@ -310,15 +312,28 @@ class Reducer(TorchReducer):
                 for listener in self.listeners:
                     listener.went_around()
             return None
-        ending = self.noted
-        if ending is not None:
-            # Beginning may be a collective too. One that has not begun by now has got no gradient on this rank.
-            for other in self.order.before(ending):
-                other.begin_owed()
+        # Beginning may be a collective too. One that has not begun by now has got no gradient on this rank.
+        for other in self.earlier:
+            other.begin_owed()
         self.recover()
         self.current = Pass(self, joined=False, may_nest=self._arming.may_nest)
-        self._remember_place(ending)
+        self._remember_place(self.noted)
         return self.current
+
+    # Whoever may raise in the midst of a backward asks these, and holds no ending: it would live on in the traceback, and
+    # with it the pass, while the user handles the exception (`engine.BackwardEnd`).
+
+    @property
+    def earlier(self) -> list[Reducer]:
+        """The wrappers that take part in the backward that runs now, and launch before this one."""
+        ending = self.noted
+        return [] if ending is None else list(self.order.before(ending))
+
+    @property
+    def following(self) -> Reducer | None:
+        """The one that launches next after this one."""
+        ending = self.noted
+        return None if ending is None else self.order.after(ending)
 
     def _remember_place(self, ending: Ending | None) -> None:
         self.backward, self.place = (-1, 0) if ending is None else (ending.backward, ending.number)
@@ -445,6 +460,8 @@ class Reducer(TorchReducer):
             for bucket in self.buckets:
                 if isinstance(bucket, DenseBucket):
                     bucket.tail.prepare(bucket.device, bucket.tail_dtype)
+        for listener in self.listeners:
+            listener.pass_closed()
         self.verdicts.judge(self, before=self.step - 1)
         # Last: it may raise, on the ranks that have inputs only, when nothing is left that ranks do together.
         if unused and not run.joined:

@@ -59,7 +59,7 @@ def _read_one(path: Path) -> RankStatus | None:
             return None
         loss = value["loss"] if isinstance(value["loss"], int | float) else None
         return RankStatus(**numbers, state=str(value["state"]), loss=loss)
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None  # not written yet, or being made
 
 

@@ -11,7 +11,8 @@ import json
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from phalanx.observe.run import RankTrace, place_events
+from phalanx.launch.rundir import refuse_special
+from phalanx.observe.run import RankTrace, is_event, place_events
 from phalanx.observe.stats import hidden_share_of
 
 
@@ -27,14 +28,16 @@ class _Followed:
 
     def read(self, window_ns: int) -> None:
         if self._file is None:
+            refuse_special(self._path)
             self._file = open(self._path, "rb")
         *lines, self._rest = (self._rest + self._file.read()).split(b"\n")
         for line in lines:
-            with contextlib.suppress(ValueError):
+            # A folder from elsewhere may hold anything: what is no event is left out.
+            with contextlib.suppress(ValueError, RecursionError):
                 value = json.loads(line)
-                if isinstance(value, dict):
+                if isinstance(value, dict) and isinstance(value.get("rank"), int):
                     self.header = value
-                else:
+                elif is_event(value):
                     self.events.append(value)
         newest = max((event[3] for event in self.events if event[0] == "span"), default=0)
         self.events = [event for event in self.events if event[0] == "span" and event[3] > newest - window_ns]

@@ -268,7 +268,10 @@ class Overlap(Listener):
     @torch.no_grad()
     def pass_began(self, joined: bool) -> None:
         if self.state is Engagement.TORN:
-            raise torn(f"rank {self.sharded.collectives.rank}")
+            error = torn(f"rank {self.sharded.collectives.rank}")
+            # The others may wait for collectives that this rank will never join.
+            self.sharded.collectives.board.post_error(error)
+            raise error
         for param, seen, version in self._used:
             grad = seen()
             if grad is not None and param.grad is grad and grad._version == version:
@@ -295,9 +298,8 @@ class Overlap(Listener):
 
     def pass_failed(self) -> None:
         if self.state is Engagement.UPDATING:
+            # Not told to the others yet: a first note is taken for the cause, and that is what the user gets now.
             self.state = Engagement.TORN
-            # The others may wait for collectives that this rank will never join.
-            self.sharded.collectives.board.post_error(torn(f"rank {self.sharded.collectives.rank}"))
         elif self.gradient_shards is not None:
             self.gradient_shards.give_up()
 

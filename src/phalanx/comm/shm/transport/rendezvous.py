@@ -178,7 +178,7 @@ class Rendezvous:
             peer, peer_token = json.loads(hello)
             if not secrets.compare_digest(peer_token, token) or peer not in inboxes or len(fds) != 3:
                 raise ValueError(f"rank {peer} is not expected here")
-        except ValueError as error:
+        except (ValueError, TypeError, RecursionError) as error:
             for fd in fds:
                 os.close(fd)
             raise _NotInGroupError(f"rank {self.rank}: not a rank of this group: {error}") from error

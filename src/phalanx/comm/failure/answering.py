@@ -1,0 +1,71 @@
+"""A store whose questions end, also when whoever serves it has stopped.
+
+torch's TCPStore limits how long a key is waited for, and not how long the server takes to say anything at all. A rank 0 that
+serves the store and is stopped (by a debugger, by a frozen machine) would hold every other rank in the very call by which
+it asks who is missing. So such a question is put by a thread, and given up after the group's time limit; after that nobody
+asks again, because the thread that was left behind holds the store's lock.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+
+class SilentStoreError(RuntimeError):
+    """The store has not answered within the time limit. A RuntimeError, as torch's own for a store that is gone."""
+
+
+class AnsweringStore:
+    """The part of `dist.Store` that ranks need for notes. `may_hang`: another process serves it, over the network."""
+
+    def __init__(self, store: dist.Store, may_hang: bool, limit_s: float) -> None:
+        self._store = store
+        self._may_hang = may_hang
+        self._limit_s = limit_s
+        self._is_silent = False
+
+    def set(self, key: str, value: str) -> None:
+        self._ask(lambda: self._store.set(key, value))
+
+    def get(self, key: str) -> bytes:
+        found: bytes = self._ask(lambda: self._store.get(key))
+        return found
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        found: list[bytes] = self._ask(lambda: self._store.multi_get(list(keys)))
+        return found
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return bool(self._ask(lambda: self._store.check(list(keys))))
+
+    def delete_key(self, key: str) -> None:
+        self._ask(lambda: self._store.delete_key(key))
+
+    def _ask(self, question: Callable[[], Any]) -> Any:
+        if not self._may_hang:
+            return question()
+        if self._is_silent:
+            raise SilentStoreError(f"the store has not answered within {self._limit_s:g} s before")
+        said: list[Any] = []
+        raised: list[BaseException] = []
+
+        def put() -> None:
+            try:
+                said.append(question())
+            except BaseException as error:  # raised again where it was asked
+                raised.append(error)
+
+        # A daemon: the interpreter must not wait at its end for a server that has stopped.
+        thread = threading.Thread(target=put, name="phalanx-store", daemon=True)
+        thread.start()
+        thread.join(self._limit_s)
+        if thread.is_alive():
+            self._is_silent = True
+            raise SilentStoreError(f"the store has not answered within {self._limit_s:g} s")
+        if raised:
+            raise raised[0]
+        return said[0]
