@@ -258,6 +258,27 @@ def test_ordinary_backwards_are_not_said_to_go_around() -> None:
     run_ranks(2, _no_false_alarm)
 
 
+def _changed_after_wrapping(rank: int, world: int) -> list[tuple[str, str]]:
+    ddp = OURS(torch.nn.Sequential(torch.nn.Linear(3, 2)))
+    batch = torch.full((1, 3), rank + 1.0)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        ddp.module.register_parameter("for_later", torch.nn.Parameter(torch.zeros(1)))
+        for _ in range(3):
+            ddp(batch).sum().backward()
+        assert not said, "what has no gradient is nobody's business"
+        ddp.module.append(torch.nn.Linear(2, 2))
+        for _ in range(6):
+            ddp(batch).sum().backward()
+    return [(str(each.message), each.filename) for each in said]
+
+
+def test_a_layer_added_after_wrapping_is_said_once_at_the_users_line() -> None:
+    for rank, ((words, file),) in enumerate(run_ranks(2, _changed_after_wrapping)):
+        assert f"rank {rank}: step 3: parameter '1.weight' and 1 more came into the model after it was wrapped" in words
+        assert file == __file__
+
+
 def test_the_logger_names_are_torchs() -> None:
     missing = [n for n in dir(dist.Logger) if not n.startswith(("__", "_pybind11")) and not hasattr(TorchLogger, n)]
     assert not missing

@@ -58,6 +58,7 @@ def test_a_killed_rank_is_the_cause_though_it_left_no_word(tmp_path: Path) -> No
     assert summary is not None and summary.first.rank == 1
     assert summary.first.how == "killed by SIGKILL" and summary.first.traceback == "last words"
     assert summary.others[1].doing == "in all_reduce, called from step (train.py:41)"
+    assert summary.others[1].how == "ended by the launcher"
 
 
 def test_a_rank_that_exits_with_a_code_shows_its_last_lines(tmp_path: Path) -> None:

@@ -93,6 +93,13 @@ def test_a_loss_that_is_not_a_number_and_a_missing_rank_are_told(tmp_path: Path)
     report.render(load(tmp_path))
 
 
+@pytest.mark.parametrize(("name", "shift", "told"), [("seen_loss", 0.0, 1), ("seen_loss", 0.1, 0), ("loss", 0.0, 0)])
+def test_ranks_that_train_on_the_same_data_are_told(tmp_path: Path, name: str, shift: float, told: int) -> None:
+    for rank in range(2):
+        write_trace(tmp_path, rank, 2, [["scalar", name, k, k, 5.0 - k + shift * rank] for k in range(4)])
+    assert sum("all train on the same data" in text for _, text in said(tmp_path)) == told
+
+
 def test_an_untraced_run_still_gets_a_page(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text(json.dumps({"command": ["a.py"], "nproc": 2, "state": "finished"}))
     for number, text in enumerate(("step 1\nstep 2\n", "")):

@@ -38,7 +38,8 @@ def _show(found: list[Entry], folder: str) -> int:
     table = Table(box=None, pad_edge=False, padding=(0, 2))
     for title in ("step", "saved", "ranks", "size", "metrics", ""):
         table.add_column(title, justify="right" if title in ("step", "ranks", "size") else "left", overflow="fold")
-    table.columns[1].no_wrap = table.columns[3].no_wrap = True
+    # Metrics may be folded; the folder's name is copied from here into other commands.
+    table.columns[1].no_wrap = table.columns[3].no_wrap = table.columns[5].no_wrap = True
     for entry in found:
         about = entry.about
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(about["time"])) if "time" in about else ""

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from ..comm.failure.folding import users_stacklevel
 from ..ddp import DistributedDataParallel
 from ..ddp.structure import map_tensors
 from ..errors import ArgumentTypeError, ConfigError, MismatchError, StateError
@@ -61,6 +62,7 @@ class Loader:
         ending = uneven or ("join" if self._model is None else "weight")
         self._source: Source = source_of(loader, exchange, Settings(ending, split_batches), sharded)
         self._check_same(loader, sharded)
+        self._warn_of_ending()
         self.epoch = 0
         """The epoch under way, or the next one."""
         self.count: float = 0.0
@@ -152,8 +154,14 @@ class Loader:
                 f"rank {self._exchange.rank}: ranks hold unequally many samples in this step, and the loader does not know "
                 "whose gradients they make. For training pass the model, worker.loader(loader, model), or uneven='drop'; "
                 "for evaluation use torch.no_grad(), or uneven='join'.",
-                stacklevel=3,
+                stacklevel=users_stacklevel(),
             )
+
+    def _warn_of_ending(self) -> None:
+        """Say at once what an epoch would end with, or would not have at all: an epoch may take hours."""
+        hazard = self._source.hazard(_takes_no_single(self._model))
+        if hazard and self._exchange.rank == 0:
+            warnings.warn(f"rank 0: {hazard}", stacklevel=users_stacklevel())
 
     def _check_same(self, given: DataLoader[Any], sharded: bool) -> None:
         """Loaders that differ between ranks would deal out different samples, or end at different steps."""
@@ -170,6 +178,13 @@ class Loader:
                         f"{found[0][name]}. Give every rank the same dataset and settings, or, if each has data of its own, "
                         "pass sharded=True."
                     )
+
+
+def _takes_no_single(model: nn.Module | None) -> str:
+    """The first layer that may refuse a batch of one sample in training, by name; "" if there is none."""
+    layers = () if model is None else model.named_modules()
+    # Over images a batch of one has many values per channel; and SyncBatchNorm looks at the batches of all ranks.
+    return next((name for name, layer in layers if isinstance(layer, nn.BatchNorm1d) and layer.training), "")
 
 
 def _wrapper(model: nn.Module | None) -> DistributedDataParallel | None:

@@ -82,6 +82,10 @@ class Source(abc.ABC):
         """Whether an epoch has nothing after `position`, as far as is known without reading on."""
         return False
 
+    def hazard(self, takes_no_single: str) -> str:
+        """What is wrong with the end of every epoch, in words; `takes_no_single` is a layer that refuses a batch of one."""
+        return ""
+
     @property
     def digest(self) -> str:
         """Of the order under way; "" where a source has no order of its own."""
@@ -178,6 +182,27 @@ class Samples(_Dealt):
         super().__init__(given, exchange, settings, given.sampler, global_batch)
         if given.batch_size is None:
             self._loader = self._again(dataset=given.dataset, batch_size=None, sampler=self._planned)
+
+    def hazard(self, takes_no_single: str) -> str:
+        try:
+            total, world = len(self._order), self._exchange.world
+        except TypeError:
+            return ""  # a sampler that does not know how long it is
+        rest = total % self._global_batch
+        if total and rest == total and self._drop:
+            return (
+                f"an epoch has no step at all: {total} samples are fewer than the {self._global_batch} of one step over "
+                f"{world} ranks, and an incomplete step is left out. Use smaller batches, or leave out drop_last and "
+                "uneven='drop'."
+            )
+        # Divided among the ranks, so few leave one to some rank. Batches of one by choice are not our business.
+        if takes_no_single and 0 < rest < 2 * world and world < self._global_batch and not self._drop:
+            return (
+                f"the last step of an epoch has {rest} of {total} samples, so that some rank gets a single one, which "
+                f"BatchNorm ('{takes_no_single}') refuses in training. Pass drop_last=True to the DataLoader, or "
+                "uneven='drop' to worker.loader."
+            )
+        return ""
 
     def _indices(self, order: Sequence[Any], share: Share) -> Any:
         chosen = share if len(share) else self._stand_in(share)

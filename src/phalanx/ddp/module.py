@@ -38,6 +38,7 @@ from .features.drift import DriftCheck
 from .features.durable import verify_before_state
 from .features.in_backward import StepInBackward, SteppedInBackward
 from .features.join import JoinedTraining, announce_reduction, common_rank
+from .features.newcomers import Newcomers
 from .features.nonfinite import NonFinite
 from .features.precision import LowPrecision, MixedPrecision
 from .features.settings import CarriedSettings
@@ -194,7 +195,7 @@ class DistributedDataParallel(TorchBase):
         params = [param for _, param in self._trained]
         self.reducer = Reducer(params, self._first_plan, self.collectives, options, self._number)
         self.timeline = Timeline(self.reducer)
-        self.reducer.listeners += [self.timeline, Bypass(self), CarriedSettings(self.reducer)]
+        self.reducer.listeners += [self.timeline, Bypass(self), Newcomers(self), CarriedSettings(self.reducer)]
         if self._low is not None:
             self.reducer.listeners.append(self._low)
         if self.on_nonfinite is not None:
@@ -334,6 +335,10 @@ class DistributedDataParallel(TorchBase):
                     "requires a gradient now, which no rank would reduce. Unfreeze parameters before wrapping, or "
                     "wrap the module again."
                 )
+
+    def known_parameters(self) -> set[int]:
+        """The ids of the parameters that were there, and not ignored, when the model was wrapped."""
+        return {id(param) for _, param in (*self._trained, *self._frozen)}
 
     def _adopt_in_backward_optimizers(self) -> None:
         self._in_backward_adopted = True

@@ -195,5 +195,6 @@ def _without_our_frames(error: BaseException) -> BaseException:
     at = error.__traceback__
     while at is not None and at.tb_frame.f_code.co_filename in (__file__, "<frozen runpy>", runpy.__file__):
         at = at.tb_next
-    return error.with_traceback(at) if at is not None else error
+    # A script that cannot be compiled has no frame of its own; the error names its line.
+    return error.with_traceback(at) if at is not None or isinstance(error, SyntaxError) else error
 

@@ -43,6 +43,8 @@ class RankEnd:
         if self.exitcode == _TOLD_TO_END and self.at_ns is not None:
             # It had failed by itself, and was told to end while it was still saying so.
             return f"raised {self.message.partition(':')[0]}"
+        if self.exitcode == _TOLD_TO_END and not self.from_outside:
+            return "ended by the launcher"
         if self.exitcode < 0:
             try:
                 return f"killed by {signal.Signals(-self.exitcode).name}"

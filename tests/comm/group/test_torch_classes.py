@@ -19,6 +19,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
+from phalanx.comm import hooks as ours
 from tests.cluster import run_ranks, spawn_ranks
 
 pytestmark = pytest.mark.timeout(100)
@@ -152,6 +153,43 @@ def _uneven(rank: int, world: int) -> list[float]:
 
 def test_a_work_that_python_has_forgotten_is_still_one_for_cpp() -> None:
     assert run_ranks(2, _uneven, backend="phalanx") == [[1.0, 1.0], [1.0, 1.0, 1.0]]
+
+
+def _registered(rank: int, world: int) -> list[float]:
+    """Works of every size that C++ alone holds, more of them than the group keeps for its sake."""
+    tensors = [torch.full((numel,), rank + 1.0) for numel in (1, 257, 100_000) for _ in range(20)]
+    for tensor in tensors:
+        torch._C._distributed_c10d._register_work(tensor, dist.all_reduce(tensor, async_op=True))
+    dist.barrier()  # by now the lane has run them, and has let go of them
+    return [float(torch.ops._c10d_functional.wait_tensor(tensor).mean()) for tensor in tensors]
+
+
+def test_works_of_any_size_that_only_cpp_holds_can_be_waited_for() -> None:
+    assert run_ranks(2, _registered, backend="phalanx") == [[3.0] * 60] * 2
+
+
+def _given_our_hook(rank: int, world: int, names: list[str]) -> list[str]:
+    """What torch's wrapper gets from our hooks that keep residuals by name."""
+    states = {"powerSGD_hook": ours.PowerSGDState(), "int8_hook": ours.Int8State(), "topk_hook": ours.TopKState()}
+    said = []
+    for name in names:
+        model = DistributedDataParallel(torch.nn.Linear(64, 64))
+        hook = getattr(ours, name) if name in states else ours.fp16_compress_wrapper(ours.allreduce_hook)
+        # Without annotations: torch refuses ours at registration.
+        model.register_comm_hook(states.get(name), lambda state, bucket, hook=hook: hook(state, bucket))
+        try:
+            model(torch.ones(2, 64)).sum().backward()
+        except TypeError as error:
+            said.append(str(error))
+    return said
+
+
+def test_our_hooks_refuse_a_bucket_that_names_no_parameters() -> None:
+    names = ["powerSGD_hook", "int8_hook", "topk_hook", "16-bit wrapper"]
+    for rank, said in enumerate(run_ranks(2, _given_our_hook, names, backend="phalanx")):
+        assert len(said) == len(names), said
+        for name, words in zip(names, said, strict=True):
+            assert words.startswith(f"rank {rank}: phalanx's {name} was given a bucket of torch's own"), words
 
 
 def _fail(kind: str) -> None:

@@ -7,8 +7,9 @@ collective that failed only push it off the screen. Errors of the user's own cod
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 
 import torch
 
@@ -25,6 +26,15 @@ def is_users(filename: str) -> bool:
     return not filename.startswith((*_OURS, "<frozen"))
 
 
+def users_stacklevel() -> int:
+    """For `warnings.warn` in the caller: the level of the user's innermost line, also above autograd. 2 if there is none."""
+    frame: FrameType | None = sys._getframe(1)
+    level = 1
+    while frame is not None and not is_users(frame.f_code.co_filename):
+        frame, level = frame.f_back, level + 1
+    return level if frame is not None else 2
+
+
 def fold(error: BaseException) -> BaseException:
     """The same error; one of ours shows the user's frames only, and says how many are left out."""
     if not isinstance(error, PhalanxError) or os.environ.get(FULL) == "full":
@@ -38,8 +48,8 @@ def fold(error: BaseException) -> BaseException:
         error = error.with_traceback(kept)
         num_hidden = len(frames) - len(users)
         error.add_note(f"({num_hidden} frames of phalanx and torch are left out; {FULL}=full shows them)")
-    if isinstance(error, CommunicationError):
-        # What the transport said is in the message, where it says anything.
+    if isinstance(error, CommunicationError) or isinstance(error.__cause__, PhalanxError):
+        # What the transport said is in the message, where it says anything; so are the words of an error of ours.
         error.__cause__, error.__suppress_context__ = None, True
     return error
 

@@ -67,7 +67,9 @@ class PhalanxProcessGroup(dist.ProcessGroup):
         others = self._others  # not `self`, which the finalizer below is to outlive
         self.lane = Lane(operations, lambda: others.timeout)
         # Works that Python drops while C++ holds them, as torch's wrapper does in join(): with its Python half gone, a work
-        # is c10d's base class, whose `wait` never ends. Only small ones, as such works are: others hold their results.
+        # is c10d's base class, whose `wait` never ends. Only small ones, which hold next to nothing: of the two functions of
+        # torch that take a work, `_set_forward_pass_work_handle` is given one number, and `_register_work` holds Python's
+        # half too (tests/comm/group/test_torch_classes.py would notice if it did not).
         self._recent: deque[dist.Work] = deque(maxlen=_MOST_RECENT)
         # The group may be dropped without having been destroyed.
         close_at_exit(self.lane)

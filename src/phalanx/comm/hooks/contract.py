@@ -49,6 +49,20 @@ def check_hook(hook: object, device: torch.device | None = None) -> None:
         _check_bf16_on_cuda()
 
 
+def check_own_bucket(hook: str, bucket: object) -> None:
+    """Refuse the bucket of torch's own wrapper, for hooks that need what only ours has.
+
+    Torch's names no parameters, and names are what residuals are kept by when gradients move to another bucket. And its C++
+    code would see neither the error nor the second half of a `PendingFuture`.
+    """
+    if not isinstance(bucket, GradBucket):
+        raise ArgumentTypeError(
+            f"{_me()}: phalanx's {hook} was given a bucket of torch's own DistributedDataParallel, expected one of "
+            "phalanx's, which knows its parameters by name. Wrap the model in phalanx.DistributedDataParallel, or "
+            "register one of torch's hooks (torch.distributed.algorithms.ddp_comm_hooks)."
+        )
+
+
 def hook_future(returned: object, bucket: GradBucket) -> torch.futures.Future[Any]:
     """What a hook returned, if it is a future; an error otherwise."""
     # The base class too: futures made by c10d are not of torch.futures.Future's own type.

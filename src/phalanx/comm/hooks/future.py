@@ -15,6 +15,9 @@ class PendingFuture(torch.futures.Future[torch.Tensor]):
 
     `launch` may be called any number of times. Futures chained with `then` launch it as well, so a
     hook that wraps another and waits inside does not wait for ever.
+
+    For our own reducer only, which is Python: C++ would launch nothing, and would take an error for the value. The hooks
+    that return one refuse the buckets of torch's wrapper (`contract.check_own_bucket`).
     """
 
     def __init__(self, launch: Callable[[], None], device: torch.device) -> None:

@@ -10,6 +10,7 @@ import warnings
 import weakref
 from typing import TYPE_CHECKING
 
+from ...comm.failure.folding import users_stacklevel
 from ..reducer.listener import Listener
 
 if TYPE_CHECKING:
@@ -36,5 +37,4 @@ class Bypass(Listener):
             "not averaged. Call the wrapper, model(x), in place of model.module(x). Where this rank's own gradients are "
             "meant, or the loss is the same on every rank, run it inside model.no_sync()."
         )
-        # The frames above are autograd's, and say nothing about where the user called it.
-        warnings.warn(text, stacklevel=2)
+        warnings.warn(text, stacklevel=users_stacklevel())

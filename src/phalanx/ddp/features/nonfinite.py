@@ -20,6 +20,7 @@ from collections.abc import Sequence
 
 import torch
 
+from ...comm.failure.folding import users_stacklevel
 from ...errors import ConfigError, ReductionError
 from ..buckets.bucket import Bucket, DenseBucket
 from ..buckets.sparse import SparseBucket
@@ -86,7 +87,7 @@ class NonFinite(Listener):
         reducer, found = self._owner, list(self._found)
         self._found.clear()
         end = "The gradients of this step are dropped on every rank" if self._action == "skip" else "They have spread to all"
-        warnings.warn(f"rank {reducer.collectives.rank}: {'; '.join(found)}. {end}.", stacklevel=2)
+        warnings.warn(f"rank {reducer.collectives.rank}: {'; '.join(found)}. {end}.", stacklevel=users_stacklevel())
         if self._action == "skip":
             for param in reducer.params:
                 param.grad = None

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from ...comm.collectives import Collectives
+from ...comm.failure.folding import users_stacklevel
 from ...comm.memory.heap import trim_heap
 from ...errors import PhalanxError, ReductionError
 from ...plan import Bucket as PlannedBucket
@@ -473,4 +474,4 @@ class Reducer(TorchReducer):
             raise ReductionError(text)
         if self.options.on_unused == "warn" and not self._warned:
             self._warned = True
-            warnings.warn(text, stacklevel=2)
+            warnings.warn(text, stacklevel=users_stacklevel())

@@ -24,6 +24,7 @@ from phalanx.observe.stats import (
 _CAUSED_WORTH_A_WORD = 0.03
 _IN_TURNS = 0.5  # where the second rank is to blame for half as much as the first, it is not the first one's fault
 _WAITING_WORTH_A_WORD = 0.05
+_STEPS_BY_CHANCE = 3  # fewer different losses may be equal on all ranks by chance
 _SMALLEST_BUCKET = 256 * 1024  # below, the start of a collective costs more than it moves
 
 
@@ -84,7 +85,21 @@ def _losses(run: Run) -> list[Finding]:
         if broken is not None:
             where = f"step {broken.step}" if broken.step is not None else f"{broken.at / 1e9:.1f} s"
             return [Finding("bad", f"The loss of rank {rank.rank} became {broken.value} at {where}.")]
-    return []
+    return _same_data(run)
+
+
+def _same_data(run: Run) -> list[Finding]:
+    # Only what was seen: a script that records its loss may well record the mean over the ranks.
+    curves = {tuple(point.value for point in rank.curve(trace.SEEN_LOSS)) for rank in run.ranks}
+    if len(run.ranks) < 2 or len(curves) > 1 or len(set(curves.pop())) < _STEPS_BY_CHANCE:
+        return []
+    return [
+        Finding(
+            "warn",
+            "Every rank had the same loss in every step: all train on the same data, as one rank alone would. Give each its "
+            "part of it: worker.loader(DataLoader(…), model), or a DistributedSampler.",
+        )
+    ]
 
 
 def _warnings(run: Run) -> list[Finding]:

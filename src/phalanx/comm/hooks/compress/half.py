@@ -12,7 +12,7 @@ import torch
 
 from ...bucket import GradBucket
 from ..allreduce import allreduce_hook
-from ..contract import Hook, hook_result
+from ..contract import Hook, check_own_bucket, hook_result
 from ..group import GroupLike, collectives_from
 
 
@@ -63,6 +63,7 @@ def _average_in(dtype: torch.dtype, process_group: GroupLike, bucket: GradBucket
 
 
 def _run_in(dtype: torch.dtype, hook: Hook, state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    check_own_bucket("16-bit wrapper", bucket)
     buffer = bucket.buffer()
     if buffer.is_sparse:
         return hook(state, bucket)

@@ -15,6 +15,7 @@ import torch
 from ....errors import ConfigError
 from ...bucket import GradBucket
 from ..allreduce import allreduce_hook
+from ..contract import check_own_bucket
 from ..group import GroupLike
 from ..state import HookState, check_number
 from .residual import Residuals, accumulation_dtype
@@ -55,6 +56,7 @@ def int8_hook(state: Int8State, bucket: GradBucket) -> torch.futures.Future[torc
 
     One collective, launched before the call returns.
     """
+    check_own_bucket("int8_hook", bucket)
     state.count_step(bucket)
     collectives = state.collectives()
     result = bucket.buffer()

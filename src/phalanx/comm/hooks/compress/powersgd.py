@@ -17,6 +17,7 @@ import torch
 from ....errors import ReductionError, StateError
 from ...bucket import GradBucket
 from ..allreduce import allreduce_hook
+from ..contract import check_own_bucket
 from ..group import GroupLike
 from ..state import HookState, check_number
 from .lowrank import as_matrix, is_worth_it, orthonormal, random_factor
@@ -155,6 +156,7 @@ def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Fut
 
     A NaN or infinity arrives as NaN in its whole parameter on every rank, and is forgotten after.
     """
+    check_own_bucket("powerSGD_hook", bucket)
     state.begin(bucket)
     result = bucket.buffer()
     # Everything below depends on the step's number, so it is counted only after the round has been made.

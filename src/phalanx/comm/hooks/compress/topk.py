@@ -14,6 +14,7 @@ import torch
 
 from ...bucket import GradBucket
 from ..allreduce import allreduce_hook
+from ..contract import check_own_bucket
 from ..group import GroupLike
 from ..state import HookState, check_number
 from .residual import Residuals, accumulation_dtype
@@ -66,6 +67,7 @@ def topk_hook(state: TopKState, bucket: GradBucket) -> torch.futures.Future[torc
 
     One collective, launched before the call returns.
     """
+    check_own_bucket("topk_hook", bucket)
     dense = state.iter < state.start_iter
     state.count_step(bucket)
     collectives = state.collectives()

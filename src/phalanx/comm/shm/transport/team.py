@@ -199,7 +199,8 @@ class Team:
         listing = ", ".join(f"rank {r}: {c}" for r, c in zip(self.global_ranks, calls, strict=True))
         return MismatchError(
             f"rank {self.global_ranks[self.index]}: the ranks call different collectives: {listing}. "
-            "Call the same collectives in the same order, with equal sizes, on every rank."
+            "Call the same collectives in the same order, with equal sizes, on every rank. Most often one rank has fewer "
+            "batches (worker.loader(loader, model) or model.join() see to that), or a call stands inside `if rank == 0`."
         )
 
     def _observe(self, moment: str) -> None:

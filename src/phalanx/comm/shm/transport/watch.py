@@ -24,6 +24,12 @@ _LOOKS = 40
 # Where ranks outnumber processors, each look lets somebody else run first: whoever is to signal, as a rule.
 _CROWDED_LOOKS = 10
 
+_DIED = "See that rank's own output for the reason; the group cannot be used any more."
+_LEFT = (
+    "Its script has ended, or has destroyed the group. If it had fewer batches, use worker.loader(loader, model) or `with "
+    "model.join():`; else see its own output for the reason."
+)
+
 
 class Watch:
     """One rank's watch over its links. One thread waits at a time; any thread may break it.
@@ -81,7 +87,7 @@ class Watch:
                 # It may have signalled just before it left.
                 if link.arrived():
                     return
-                raise _again(self._fail(f"rank {link.peer} left the group", (link.peer,)))
+                raise _again(self._fail(f"rank {link.peer} left the group", (link.peer,), _LEFT))
             remaining = started + timeout_s - time.monotonic()
             if remaining <= 0:
                 raise _again(self._time_out(timeout_s, stragglers()))
@@ -128,16 +134,15 @@ class Watch:
             self._notices.unregister(link.connection.fileno())
             os.eventfd_write(self._wake, 1)
         elif notice.kind is NoticeKind.DEATH:
-            self._fail(f"the process of rank {link.peer} died", (link.peer,))
+            self._fail(f"the process of rank {link.peer} died", (link.peer,), _DIED)
         else:
             kind = CollectiveTimeout if notice.kind is NoticeKind.TIMEOUT else PeerFailure
             # Not told on: whoever noticed first has told everybody.
             self.break_(kind(notice.text, notice.ranks), tell=False)
 
-    def _fail(self, what: str, ranks: tuple[int, ...]) -> CommunicationError:
-        text = f"rank {self.global_rank}: {what} while rank {self.global_rank} was waiting in {self.doing}."
-        remedy = " See that rank's own output for the reason; the group cannot be used any more."
-        return self.break_(PeerFailure(text + remedy, ranks))
+    def _fail(self, what: str, ranks: tuple[int, ...], remedy: str) -> CommunicationError:
+        text = f"rank {self.global_rank}: {what} while rank {self.global_rank} was waiting in {self.doing}. {remedy}"
+        return self.break_(PeerFailure(text, ranks))
 
     def _words(self, ranks: Sequence[int]) -> str:
         return f"rank {self.global_rank} waits for rank {', '.join(map(str, ranks))}, in {self.doing}"
