@@ -11,7 +11,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from . import compile, data, observe, optim, remote
+    from . import compile, data, elastic, observe, optim, remote
     from .checkpoint import Checkpointer
     from .comm.bucket import GradBucket
     from .ddp import DistributedDataParallel, MixedPrecision
@@ -34,6 +34,7 @@ __all__ = [
     "ZeroRedundancyOptimizer",
     "compile",
     "data",
+    "elastic",
     "init",
     "install",
     "observe",
@@ -52,7 +53,7 @@ _NEEDED = {
     "init": ".launch.worker",
 }
 _AT_FIRST_USE = {"Checkpointer": ".checkpoint", "DistributedOptimizer": ".remote", "install": ".swap"}
-_MODULES = ("compile", "data", "observe", "optim", "remote")
+_MODULES = ("compile", "data", "elastic", "observe", "optim", "remote")
 
 
 def _imports_all() -> bool:

@@ -207,26 +207,35 @@ def _is_stateful(value: Any) -> bool:
 def capture(subject: Subject, rank: int) -> Captured:
     """All of it, as it is now. Raises StateError, naming it, for what cannot be saved."""
     subject.check_idle()
-    found = Captured()
+    found, buffers = capture_learnt(subject, rank)
     own: dict[str, Any] = {"random": capture_randomness()}
     if subject.model is not None:
-        own["buffers"] = _capture_model(subject, found, rank == 0)
-    names = subject.param_names()
-    for label, optimizer in subject.optimizers.items():
-        capture_optimizer(label, optimizer, names, found, rank == 0)
+        own["buffers"] = buffers
     if subject.has_unused_gradients():
+        names = subject.param_names()
         own["gradients"] = {name: param.grad for param, name in names.items() if param.grad is not None}
     own.update(_training_of(subject))
     own.update({name: part.state_dict() for name, part in subject.parts.items()})
     if subject.extra:
-        own["extra"] = {name: _state_of(value) for name, value in subject.extra.items()}
+        own["extra"] = {name: state_of(value) for name, value in subject.extra.items()}
     for name, value in own.items():
         found.texts[name], leaves = encode(value, name)
         found.own += [whole_piece(f"rank-{rank}/{name}/{path}", leaf) for path, leaf in leaves.items()]
     return found
 
 
-def _state_of(value: Any) -> Any:
+def capture_learnt(subject: Subject, rank: int) -> tuple[Captured, dict[str, torch.Tensor]]:
+    """Model and optimizers; and those of the model's tensors that are this rank's own, by name."""
+    found = Captured()
+    buffers = {} if subject.model is None else _capture_model(subject, found, rank == 0)
+    names = subject.param_names()
+    for label, optimizer in subject.optimizers.items():
+        capture_optimizer(label, optimizer, names, found, rank == 0)
+    return found, buffers
+
+
+def state_of(value: Any) -> Any:
+    """The state of something extra: its own, a generator's, or the value itself."""
     if _is_stateful(value):
         return value.state_dict()
     state = generator_state(value)

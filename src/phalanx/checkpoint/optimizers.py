@@ -52,7 +52,8 @@ def named_params(optimizer_params: Sequence[torch.Tensor], names: Names) -> list
     return [names.get(param, f"#{number}") for number, param in enumerate(optimizer_params)]
 
 
-def _options(groups: Sequence[Mapping[str, Any]], label: str, names: Sequence[str]) -> Iterator[dict[str, Any]]:
+def options_of(groups: Sequence[Mapping[str, Any]], label: str, names: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """The options of every group as JSON, with the names of its parameters."""
     at = 0
     for group in groups:
         options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
@@ -99,7 +100,7 @@ def _capture_plain(
             found.alike.append(Piece(f"{label}/{name}/{path}", piece.info, 0, piece.values))
     # The same on every rank, so that one of them says it.
     if tells:
-        told = {"class": type(optimizers[0]).__name__, "groups": list(_options(groups, label, called)), "states": states}
+        told = {"class": type(optimizers[0]).__name__, "groups": list(options_of(groups, label, called)), "states": states}
         found.texts[label] = told
 
 
@@ -129,7 +130,7 @@ def _capture_sharded(
     # Each rank knows the states of its own part; whoever loads puts them together.
     found.texts[label] = {
         "class": sharded.optim.__class__.__name__,
-        "groups": list(_options(optimizer.param_groups, label, called)),
+        "groups": list(options_of(optimizer.param_groups, label, called)),
         "states": {called[index]: tree for index, tree in live.trees.items()},
     }
 

@@ -27,6 +27,7 @@ _COMMANDS = {
     "top": "Watch a run: ranks, step, rate, who waits for whom.",
     "report": "Turn a traced run into one HTML page.",
     "runs": "List the runs kept here, or remove old ones.",
+    "scale": "Let an elastic run go on with more or fewer workers.",
     "plan": "Predict buckets, memory and step time for a model and a world size.",
     "checkpoints": "List, verify, compare, delete and convert checkpoints.",
     "bench": "Measure phalanx beside torch's own.",

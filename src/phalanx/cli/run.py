@@ -20,6 +20,7 @@ from phalanx.launch.rundir import RunDirectory
 
 if TYPE_CHECKING:
     from phalanx.launch.agent import LaunchSettings, Outcome
+    from phalanx.launch.elastic.membership import Limits
     from phalanx.launch.logs import Sink
 
 _MOST_AUTOMATIC_WORKERS = 8
@@ -36,6 +37,9 @@ _MOST_AUTOMATIC_WORKERS = 8
 @click.option("--secret-file", metavar="FILE", help=f"What only the hosts of this run know; else {SECRET}.")
 @click.option("--node-rank", type=int, help="This host's number, when hosts are numbered by hand.")
 @click.option("--run-id", default="phalanx", help="Tells runs that share an endpoint apart.")
+@click.option("--elastic", is_flag=True, help="Go on when workers are lost, and replace them (phalanx.elastic.run).")
+@click.option("--min", "fewest_workers", type=click.IntRange(1), help="With --elastic: the fewest workers to go on with.")
+@click.option("--max", "most_workers", type=click.IntRange(1), help="With --elastic: the most there may ever be.")
 @click.option("--max-restarts", type=click.IntRange(0), default=0, help="Start again after a failure.")
 @click.option("--module", is_flag=True, help="SCRIPT is a module name, as in python -m.")
 @click.option("--swap", is_flag=True, help="Torch's DDP, ZeRO and gloo become phalanx's in an unchanged SCRIPT.")
@@ -52,6 +56,9 @@ def command(
     secret_file: str | None,
     node_rank: int | None,
     run_id: str,
+    elastic: bool,
+    fewest_workers: int | None,
+    most_workers: int | None,
     max_restarts: int,
     module: bool,
     swap: bool,
@@ -68,6 +75,7 @@ def command(
     phalanx run train.py                       all GPUs, or all cores, of this machine
     phalanx run --nproc 2 --trace train.py     two workers, traced for phalanx report
     phalanx run --swap train.py                a script written for torch's own classes, as it is
+    phalanx run --elastic --min 2 train.py     goes on while two workers are left, and replaces who is lost
     phalanx run --nnodes 2 --endpoint 10.0.0.1:29500 --secret-file phalanx.secret train.py     on both hosts
     """
     _check_script(script, module)
@@ -90,19 +98,33 @@ def command(
         grace_s=grace,
         environ=_swapping() if swap else {},
         secret=read_secret(secret_file, os.environ) if most > 1 or secret_file else None,
+        elastic=_limits(elastic, workers, fewest_workers, most_workers),
     )
     directory = RunDirectory.create(run_dir, Path(script).stem)
     threads = os.environ.get("OMP_NUM_THREADS") or threads_for(workers)
     if not quiet:
         say(f"{quantity(workers, 'worker')}, OMP_NUM_THREADS={threads} each, logs in {directory.root}")
-    line = StatusLine(directory, workers * most, wanted=not quiet)
+    world = max(workers, most_workers or 0) * most
+    line = StatusLine(directory, world, wanted=not quiet)
     line.start()
     try:
-        outcome = launch(settings, directory, _sink(workers * most, quiet, line), line.say)
+        outcome = launch(settings, directory, _sink(world, quiet, line), line.say)
     finally:
         line.stop()
     _close(outcome, directory, settings, quiet)
     return outcome.exitcode
+
+
+def _limits(elastic: bool, workers: int, fewest: int | None, most: int | None) -> Limits | None:
+    from phalanx.launch.elastic.membership import Limits
+
+    if not elastic:
+        if fewest is not None or most is not None:
+            raise ConfigError("--min and --max say how many workers an elastic run may have. Add --elastic.")
+        return None
+    if not (fewest or 1) <= workers <= (most or workers):
+        raise ConfigError(f"--nproc {workers} is not between --min {fewest or 1} and --max {most or workers}.")
+    return Limits(fewest or 1, workers, most or workers)
 
 
 def parse_nodes(text: str) -> tuple[int, int]:
@@ -189,7 +211,9 @@ def _sink(world: int, quiet: bool, line: StatusLine) -> Sink:
 def _close(outcome: Outcome, directory: RunDirectory, settings: LaunchSettings, quiet: bool) -> None:
     if outcome.signal is not None:
         say(f"ended by {outcome.signal.name} after {outcome.seconds:.1f} s; every worker has ended")
-    elif outcome.failure is not None or outcome.elsewhere:
+    elif outcome.exitcode:
+        if outcome.given_up:
+            say(click.style("the run was given up", fg="red", bold=True) + f": {outcome.given_up}")
         if outcome.elsewhere:
             say(click.style("another host ended the run", fg="red", bold=True) + f": {outcome.elsewhere}")
         if outcome.failure is not None:

@@ -60,7 +60,8 @@ class Loader:
         self._exchange, self._device, self._count_of = exchange, device, count
         self._warns = uneven is None and self._model is None
         ending = uneven or ("join" if self._model is None else "weight")
-        self._source: Source = source_of(loader, exchange, Settings(ending, split_batches), sharded)
+        self._given, self._settings, self._sharded = loader, Settings(ending, split_batches), sharded
+        self._source: Source = source_of(loader, exchange, self._settings, sharded)
         self._check_same(loader, sharded)
         self._warn_of_ending()
         self.epoch = 0
@@ -70,6 +71,9 @@ class Loader:
         self._position = 0
         self._expected_digest = ""
         self._under_way = False
+        self._is_dealt_anew = False
+        self.after_batch: Callable[[], None] | None = None
+        """Called when the loop's body has run, before the next batch is fetched; for whoever counts steps."""
 
     def __len__(self) -> int:
         """This rank's batches in a whole epoch."""
@@ -79,12 +83,37 @@ class Loader:
         if self._under_way:
             self._next_epoch()  # the loop before was left early
         self._under_way = True
-        expected, self._expected_digest = self._expected_digest, ""
-        for batch in self._source.epoch(self.epoch, self._position, expected):
-            self._position = batch.position
-            with self._counting(batch):
-                yield self._on_device(batch.value)
-        self._next_epoch()
+        epoch = self.epoch
+        while self.epoch == epoch:
+            expected, self._expected_digest = self._expected_digest, ""
+            for batch in self._source.epoch(self.epoch, self._position, expected):
+                self._position = batch.position
+                with self._counting(batch):
+                    yield self._on_device(batch.value)
+                if self.after_batch is not None:
+                    self.after_batch()
+                if self._is_dealt_anew:
+                    break
+            if not self._is_dealt_anew:
+                self._next_epoch()
+            # Otherwise the loop goes on with what is left, unless this was the last batch of its epoch.
+            self._is_dealt_anew = False
+        self._under_way = False
+
+    def go_on(self, state: Mapping[str, Any], in_loop: bool) -> None:
+        """There are other ranks now: deal to those what is left after `state`. Every rank calls it.
+
+        With `in_loop`, from `after_batch`, the loop under way goes on with that; else the next one does.
+        """
+        self._source = source_of(self._given, self._exchange, self._settings, self._sharded)
+        self._check_same(self._given, self._sharded)
+        self.load_state_dict(state)
+        self._under_way = self._is_dealt_anew = in_loop
+
+    @property
+    def any_world(self) -> bool:
+        """Whether it can go on, in the middle of an epoch, on another number of ranks."""
+        return self._source.any_world
 
     def set_epoch(self, epoch: int) -> None:
         """Go on with the beginning of `epoch`; for programs that count epochs themselves. Not needed otherwise."""

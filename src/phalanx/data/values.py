@@ -29,6 +29,13 @@ class Exchange:
         self.rank, self.world = rank, world
         self.device = device
         """Where tensors travel that are on no accelerator themselves: the CPU, unless the group serves GPUs only."""
+        self.is_joining = False
+        """Whether this process is about to join ranks that train already: it is alone, and not the first of them."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank does what one does for all."""
+        return self.rank == 0 and not self.is_joining
 
     def mean(self, value: Any, weight: float | Tensor = 1.0) -> Any:
         """Σ weight·value / Σ weight over the ranks, for a number, a tensor, or a dict, list or tuple of them.
@@ -135,7 +142,7 @@ class FirstOnly:
         self._exchange = exchange
 
     def __enter__(self) -> bool:
-        return self._exchange.rank == 0
+        return self._exchange.is_first
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import UninitializedParameter
 
-from ..errors import ArgumentTypeError, ConfigError, PhalanxError
+from ..errors import ArgumentTypeError, ConfigError, PhalanxError, ReductionError
 from ..plan import BucketCaps
 from ..plan.buckets import DEFAULT_CAP_BYTES, DEFAULT_FIRST_CAP_BYTES, MIB
 
@@ -304,3 +304,13 @@ def in_words(wrapper: Any) -> dict[str, str]:
     for name, buffer in buffers.items():
         words[f"buffer '{name}'"] = f"{list(buffer.shape)} {str(buffer.dtype).removeprefix('torch.')}"
     return words
+
+
+def check_frozen(frozen: Sequence[tuple[str, torch.nn.Parameter]], rank: int) -> None:
+    """Refuse parameters that were frozen when the model was wrapped and are not any more."""
+    for name, param in frozen:
+        if param.requires_grad:
+            raise ReductionError(
+                f"rank {rank}: parameter '{name}' was frozen when the model was wrapped and requires a gradient now, which "
+                "no rank would reduce. Unfreeze parameters before wrapping, or wrap the module again."
+            )

@@ -278,7 +278,7 @@ class DistributedDataParallel(TorchBase):
         self.collectives.board.retract_failure()
         forward = None
         if torch.is_grad_enabled():
-            self._check_frozen()
+            arguments.check_frozen(self._frozen, self.collectives.rank)
             # Before any other collective: it may have to bring all ranks to the same point first.
             forward = self.reducer.forward_begins(self.require_backward_grad_sync)
             self._follow_moved_parameters()
@@ -326,15 +326,6 @@ class DistributedDataParallel(TorchBase):
         if any(bucket.is_outdated for bucket in self.reducer.buckets):
             self._first_plan = self._make_plan(self._trained)
             self.reducer.restart(self._first_plan)
-
-    def _check_frozen(self) -> None:
-        for name, param in self._frozen:
-            if param.requires_grad:
-                raise ReductionError(
-                    f"rank {self.collectives.rank}: parameter '{name}' was frozen when the model was wrapped and "
-                    "requires a gradient now, which no rank would reduce. Unfreeze parameters before wrapping, or "
-                    "wrap the module again."
-                )
 
     def known_parameters(self) -> set[int]:
         """The ids of the parameters that were there, and not ignored, when the model was wrapped."""
@@ -410,6 +401,11 @@ class DistributedDataParallel(TorchBase):
         self.reducer.restart(self._first_plan)
         self.replicate_module(0, self.forward_sync_buffers)
 
+    def renew(self, new_process_group: dist.ProcessGroup | None = None) -> None:
+        """Go on over another group as if just wrapped; nothing is replicated. Every rank of it calls this; hooks stay."""
+        self.process_group = arguments.choose_group(new_process_group, None)
+        self._reassemble(agrees=True)
+
     def verify(self) -> None:
         """Return when every backward so far is known to have averaged what belonged together; raise if one has not.
 
@@ -475,14 +471,17 @@ class DistributedDataParallel(TorchBase):
             state_dict = {f"module.{name}": value for name, value in state_dict.items()}
         loaded = super().load_state_dict(state_dict, strict, assign)
         if assign:
-            self._follow_replaced_parameters()
+            # The module has other parameters than those that were wrapped: nobody would reduce them.
+            self._reassemble(agrees=False)
         return loaded
 
-    def _follow_replaced_parameters(self) -> None:
-        """The module has other parameters than those that were wrapped: nobody would reduce them."""
+    def _reassemble(self, agrees: bool) -> None:
         self.reducer.detach()
+        self.reducer.order.leave(self.reducer)
         hook = self._hook
         self._prepare()
+        if agrees:
+            self._number = self._agree()
         self._assemble()
         if hook is not None:
             self.register_comm_hook(*hook)

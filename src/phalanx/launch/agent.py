@@ -18,6 +18,9 @@ from typing import Any
 
 from phalanx.comm.failure.waiting import Notice
 from phalanx.errors import ConfigError
+from phalanx.launch.elastic.history import History
+from phalanx.launch.elastic.membership import Limits
+from phalanx.launch.elastic.supervisor import ElasticSupervisor
 from phalanx.launch.failure import FailureSummary, summarize
 from phalanx.launch.hosts.company import HostsEnded
 from phalanx.launch.hosts.meeting import Invitation
@@ -56,12 +59,19 @@ class LaunchSettings:
     environ: dict[str, str] = field(default_factory=dict)
     secret: bytes | None = field(default=None, repr=False)
     """What the launchers of several hosts must all know; `hosts.secret.read_secret` finds it."""
+    elastic: Limits | None = None
+    """Replace workers that are lost while the others go on; how few and how many there may be."""
 
     def __post_init__(self) -> None:
         if self.nproc < 1:
             raise ConfigError(f"at least one worker a host is needed, got {self.nproc}")
         if not 1 <= self.min_nodes <= self.max_nodes:
             raise ConfigError(f"hosts must be 1 or more, got {self.min_nodes}:{self.max_nodes}")
+        if self.elastic is not None and (self.max_nodes > 1 or self.max_restarts):
+            raise ConfigError(
+                "--elastic replaces workers of one host, one by one. Leave out --nnodes and --max-restarts; across hosts, "
+                "restart from a Checkpointer's newest checkpoint (--max-restarts)."
+            )
         if self.max_nodes > 1 and self.endpoint is None:
             raise ConfigError(
                 f"{self.max_nodes} hosts need a meeting point. Pass the same --endpoint host:port on each."
@@ -86,13 +96,15 @@ class Outcome:
     """What ended the run on another host, in that host's words."""
     met: bool | None = None
     """Whether the workers looked for each other; None where that is not known."""
+    given_up: str = ""
+    """Why an elastic run was given up."""
 
     @property
     def exitcode(self) -> int:
         """For the shell: 0, 1 for a failure, 128 + n for signal n."""
         if self.signal is not None:
             return 128 + int(self.signal)
-        return 0 if self.failure is None and not self.elsewhere else 1
+        return 0 if self.failure is None and not self.elsewhere and not self.given_up else 1
 
 
 def launch(settings: LaunchSettings, directory: RunDirectory, sink: Sink, notice: Notice | None = None) -> Outcome:
@@ -120,11 +132,16 @@ def _start_and_watch(settings: LaunchSettings, directory: RunDirectory, sink: Si
     follower = Follower(sink)
     keeper = Keeper(follower, notice)
     logs = RankLogs(directory, keeper, settings.tracing)
-    can_restart = settings.max_restarts > 0 or settings.max_nodes > 1
+    can_restart = settings.max_restarts > 0 or settings.max_nodes > 1 or settings.elastic is not None
     starting = Starting(os.environ, settings.nproc, can_restart)
     team = Team(starting.start)
     crew = Crew(settings.command, settings.nproc, settings.max_restarts, settings.grace_s)
-    supervisor = Supervisor(crew, team, AllOrNone(settings.max_restarts), rendezvous, logs)
+    supervisor: Supervisor | ElasticSupervisor
+    if settings.elastic is None:
+        supervisor = Supervisor(crew, team, AllOrNone(settings.max_restarts), rendezvous, logs)
+    else:
+        history = History(directory, notice)
+        supervisor = ElasticSupervisor(crew, team, settings.elastic, rendezvous, logs, directory.root, history.note)
     ended = _End()
     try:
         try:
@@ -137,9 +154,10 @@ def _start_and_watch(settings: LaunchSettings, directory: RunDirectory, sink: Si
         if ended.well is False:
             ended = replace(ended, failure=_summary(directory, logs, keeper, team, supervisor))
     finally:
-        met = rendezvous.workers_met()
+        met = supervisor.has_met if isinstance(supervisor, ElasticSupervisor) else rendezvous.workers_met()
         elsewhere = rendezvous.leave(_words(ended)) or ended.elsewhere
-    return Outcome(0.0, ended.failure, ended.signal, "" if ended.signal else elsewhere, met)
+    given_up = supervisor.failure if isinstance(supervisor, ElasticSupervisor) else ""
+    return Outcome(0.0, ended.failure, ended.signal, "" if ended.signal else elsewhere, met, given_up)
 
 
 @dataclass(frozen=True)
@@ -152,7 +170,7 @@ class _End:
     elsewhere: str = ""
 
 
-def _run(supervisor: Supervisor, starting: Starting) -> _End:
+def _run(supervisor: Supervisor | ElasticSupervisor, starting: Starting) -> _End:
     try:
         starting.begin()
         return _End(well=supervisor.run(starting.wait))
@@ -163,7 +181,7 @@ def _run(supervisor: Supervisor, starting: Starting) -> _End:
 
 
 def _summary(
-    directory: RunDirectory, logs: RankLogs, keeper: Keeper, team: Team, supervisor: Supervisor
+    directory: RunDirectory, logs: RankLogs, keeper: Keeper, team: Team, supervisor: Supervisor | ElasticSupervisor
 ) -> FailureSummary | None:
     first = supervisor.first_rank
     codes = {first + local_rank: code for local_rank, code in team.exitcodes().items()}
@@ -228,6 +246,7 @@ def _opening_facts(settings: LaunchSettings) -> dict[str, Any]:
         "nproc": settings.nproc,
         "nodes": [settings.min_nodes, settings.max_nodes],
         "tracing": settings.tracing,
+        "elastic": None if settings.elastic is None else [settings.elastic.fewest, settings.elastic.most],
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "started_ns": time.time_ns(),
         "pid": os.getpid(),
@@ -240,7 +259,7 @@ def _closing_facts(outcome: Outcome) -> dict[str, Any]:
     state = "finished"
     if outcome.signal is not None:
         state = f"ended by {outcome.signal.name}"
-    elif outcome.failure is not None or outcome.elsewhere:
+    elif outcome.exitcode:
         state = "failed"
     failure = outcome.failure.as_facts() if outcome.failure is not None else None
     return {

@@ -74,6 +74,14 @@ class ReservedPort:
         self._socket.close()
 
 
+def open_store(path: str) -> dist.Store:
+    """The store that a launcher keeps at `path`."""
+    # Here, and not above: the launcher uses the other half of this module, and has no torch.
+    import torch.distributed as dist
+
+    return dist.FileStore(path, _NOBODY_CLEANS_UP)
+
+
 def run_store(environ: Mapping[str, str], timeout: timedelta | None = None) -> dist.Store | None:
     """The store of the run that started this process, or None when it was not `phalanx run` on one host."""
     path = environ.get(RUN_STORE)
@@ -84,10 +92,7 @@ def run_store(environ: Mapping[str, str], timeout: timedelta | None = None) -> d
             f"rank {environ.get('RANK', '?')}: the store of this run, {path}, cannot be opened. The launcher has ended, "
             "or this process changed its user or its process namespace before it joined; join first."
         )
-    # Here, and not above: the launcher uses the other half of this module, and has no torch.
-    import torch.distributed as dist
-
-    store = dist.FileStore(path, _NOBODY_CLEANS_UP)
+    store = open_store(path)
     if timeout is not None:
         store.set_timeout(timeout)
     return store

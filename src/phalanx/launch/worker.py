@@ -26,8 +26,10 @@ from phalanx.comm.memory.heap import keep_freed_memory
 from phalanx.data.loader import Loader
 from phalanx.data.values import Exchange, FirstOnly
 from phalanx.errors import ArgumentTypeError, ConfigError, MismatchError, PeerFailure
+from phalanx.launch.elastic.member import Member
 from phalanx.launch.environment import Environment, detect
 from phalanx.launch.resources import threads_for as threads_for
+from phalanx.launch.store import open_store
 from phalanx.launch.variables import TRACE_DIRECTORY as TRACE_DIRECTORY
 from phalanx.observe import trace
 
@@ -37,7 +39,10 @@ _LONGEST_S = 1e9  # thirty years; c10d counts milliseconds in 64 bits, and canno
 class Worker:
     """What `init` found and chose for this process. As a context manager, leaves the group at the end."""
 
-    def __init__(self, environment: Environment, device: torch.device, backend: str) -> None:
+    def __init__(
+        self, environment: Environment, device: torch.device, backend: str, timeout_s: float | None = None
+    ) -> None:
+        self._timeout_s = timeout_s
         self.rank = environment.rank
         self.world = environment.world
         self.local_rank = environment.local_rank
@@ -46,12 +51,38 @@ class Worker:
         self.device = device
         self.backend = backend
         self.pid = os.getpid()
+        self.member: Member | None = None
+        """This process in a run whose ranks may change; None in any other."""
         # Weak: a group that the script destroys must be able to go.
-        self._group = weakref.ref(dist.group.WORLD)
-        # A group of nccl alone moves nothing that is not on a GPU.
         world = dist.group.WORLD
+        self._group: Callable[[], dist.ProcessGroup | None] = (lambda: None) if world is None else weakref.ref(world)
+        # A group of nccl alone moves nothing that is not on a GPU.
         served = set() if world is None else {kind.type for kind in world._device_types}
         self._exchange = Exchange(self.rank, self.world, torch.device("cpu") if "cpu" in served or not served else device)
+
+    def part(self) -> None:
+        """Leave the group in order to join another one; whoever waits for this rank there is told so by the transport."""
+        if dist.is_initialized():
+            gloo_threads.rest()
+            dist.destroy_process_group()
+
+    def rejoin(self, rank: int, world: int, store_path: str) -> None:
+        """Join a new group of `world` ranks of this host, as `rank`. Whatever was bound to the old one is the caller's."""
+        timeout = None if self._timeout_s is None else timedelta(seconds=self._timeout_s)
+        self.rank = self.local_rank = self._exchange.rank = rank
+        self.world = self.local_world = self._exchange.world = world
+        self._exchange.is_joining = False
+        names = ("RANK", "LOCAL_RANK"), ("WORLD_SIZE", "LOCAL_WORLD_SIZE")
+        for value, variables in zip((rank, world), names, strict=True):
+            os.environ.update(dict.fromkeys(variables, str(value)))
+        store = open_store(store_path)
+        dist.init_process_group(self.backend, store=store, rank=rank, world_size=world, timeout=timeout)
+        self._group = weakref.ref(dist.group.WORLD)
+
+    @property
+    def exchange(self) -> Exchange:
+        """How values are put together with the other ranks."""
+        return self._exchange
 
     def is_of(self, group: dist.ProcessGroup | None) -> bool:
         """Whether `group` is the one this worker joined."""
@@ -60,7 +91,7 @@ class Worker:
     @property
     def is_first(self) -> bool:
         """Whether this is rank 0: the one to print, save and evaluate for everybody."""
-        return self.rank == 0
+        return self._exchange.is_first
 
     # -- what training scripts need, and need not use -------------------------------------------
 
@@ -162,6 +193,9 @@ def init(
     if _worker is not None and dist.is_initialized() and _worker.is_of(dist.group.WORLD):
         return _same_again(_worker, backend, device)
     _check_arguments(backend, threads, timeout_s)
+    member = _member()
+    if member is not None:
+        return _init_member(member, backend, device, threads, timeout_s)
     environment = detect(os.environ, os.getppid())
     place = _choose_device(environment, device)
     chosen = backend or _choose_backend(environment, place)
@@ -175,8 +209,52 @@ def init(
         _join(environment, chosen, timeout_s)
     if trace.recorder is None and os.environ.get(TRACE_DIRECTORY):
         trace.start(os.environ[TRACE_DIRECTORY], environment.rank, environment.world)
-    _worker = Worker(environment, place, chosen)
+    _worker = Worker(environment, place, chosen, timeout_s)
     return _worker
+
+
+def current_worker() -> Worker | None:
+    """What `init` returned in this process, while its group is there."""
+    return _worker
+
+
+def _init_member(
+    member: Member, backend: str | None, device: str | torch.device | None, threads: int | None, timeout_s: float | None
+) -> Worker:
+    """A worker of a run whose ranks may change: who it is, and with whom, is decided at the meeting.
+
+    Of the first ones at once. One who comes later is alone until its training function is called: until then it makes its
+    model and all it needs, while the others train.
+    """
+    global _worker
+    alone = Environment("phalanx", 0, 1, int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    place = _choose_device(alone, device)
+    chosen = backend or ("phalanx" if place.type == "cpu" and _registered("phalanx") else _choose_backend(alone, place))
+    _check_backend(alone, chosen)
+    _check_usable(alone, chosen)
+    _set_threads(alone, threads)
+    keep_freed_memory(os.environ)
+    if member.joins:
+        dist.init_process_group(chosen, store=dist.HashStore(), rank=0, world_size=1)
+        _worker = Worker(Environment("phalanx", 0, 1, 0, 1), place, chosen, timeout_s)
+        _worker._exchange.is_joining = True
+    else:
+        formed = member.meet()
+        found = Environment("phalanx", formed.rank, formed.world, formed.rank, formed.world)
+        _worker = Worker(found, place, chosen, timeout_s)
+        _worker.rejoin(formed.rank, formed.world, formed.store)
+    _worker.member = member
+    atexit.register(_leave_at_exit)
+    return _worker
+
+
+_found_member: list[Member | None] = []
+
+
+def _member() -> Member | None:
+    if not _found_member:
+        _found_member.append(Member.of(os.environ))
+    return _found_member[0]
 
 
 def leave() -> None:

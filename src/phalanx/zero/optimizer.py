@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,6 +36,16 @@ from .state.sharded_optimizer import ShardedOptimizer
 
 class NotConsolidated(PhalanxError, RuntimeError):
     """A whole state was asked for where there is none."""
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What the constructor was asked for, as far as it takes part again when the ranks change."""
+
+    partition: str
+    overlaps: bool
+    steps_in_backward: bool
+    shares: bool
 
 
 class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
@@ -81,30 +92,39 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         self.initialized = False
         torch.optim.Optimizer.__init__(self, listed, defaults)
         Joinable.__init__(self)
-        self.process_group = choose_group(process_group, None)
         self.stage = stage
         self.parameters_as_bucket_view = bool(parameters_as_bucket_view)
         self.optimizer_class = optimizer_class
+        self._asked = _Asked(partition, bool(overlap_with_ddp), step_in_backward is not False, bool(shared_parameters))
+        self._given_defaults = defaults
+        self._overlap: Overlap | None = None
+        self._divide(process_group)
+
+    def _divide(self, process_group: dist.ProcessGroup | None) -> None:
+        """Make the parts that depend on who takes part. Every rank is here at the same point."""
+        asked, defaults = self._asked, self._given_defaults
+        self.process_group = choose_group(process_group, None)
         collectives = collectives_for(self.process_group)
         self.rank, self.world_size = collectives.rank, collectives.world
         self.global_rank = dist.get_rank() if dist.is_initialized() else self.rank
-        choice = choose_partition(optimizer_class, partition, self.world_size, defaults)
+        choice = choose_partition(self.optimizer_class, asked.partition, self.world_size, defaults)
         self.partition, self.partition_reason = choice.partition, choice.reason
-        as_views = self.parameters_as_bucket_view and not overlap_with_ddp
-        placement = _placement(shared_parameters, as_views, choice, self.world_size)
+        as_views = self.parameters_as_bucket_view and not asked.overlaps
+        placement = _placement(asked.shares, as_views, choice, self.world_size)
         self._settings = CommonSettings(self, collectives)
         self._settings.agree_on_all(
             {
-                "optimizer_class": f"{optimizer_class.__module__}.{optimizer_class.__qualname__}",
-                "stage": str(stage),
+                "optimizer_class": f"{self.optimizer_class.__module__}.{self.optimizer_class.__qualname__}",
+                "stage": str(self.stage),
                 "partition": choice.partition,
-                "overlap_with_ddp": str(bool(overlap_with_ddp)),
-                "step_in_backward": str(overlap_with_ddp and step_in_backward is not False),
+                "overlap_with_ddp": str(asked.overlaps),
+                "step_in_backward": str(asked.overlaps and asked.steps_in_backward),
                 "parameters_as_bucket_view": str(self.parameters_as_bucket_view),
-                "shared_parameters": str(bool(shared_parameters)),
+                "shared_parameters": str(asked.shares),
             }
         )
-        self._sharded = ShardedOptimizer(optimizer_class, defaults, self.param_groups, choice, collectives, placement)
+        groups = self.param_groups
+        self._sharded = ShardedOptimizer(self.optimizer_class, defaults, groups, choice, collectives, placement)
         # Schedulers look here for options that were left at their default.
         self.defaults = {**self.optim.defaults}
         self._consolidated: dict[int, Any] | None = None
@@ -113,11 +133,24 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         self._is_shadowing = False  # amid a step that only other ranks have inputs for
         # How many updates backward had made when `step` was last called: without a new one, it has nothing to confirm.
         self._num_updates_seen = 0
-        self._overlap: Overlap | None = None
         self.initialized = True
         # Last: joining a wrapper that exists already calls back into this object.
-        if overlap_with_ddp:
-            self._overlap = Overlap(self._sharded, stage, step_in_backward is not False, self._bracket_update)
+        if asked.overlaps:
+            self._overlap = Overlap(self._sharded, self.stage, asked.steps_in_backward, self._bracket_update)
+
+    def renew(self, process_group: dist.ProcessGroup | None = None) -> None:
+        """Go on over another group, without the state, which whoever calls it loads. Every rank of that group calls it.
+
+        Wrappers of the same parameters are renewed between `let_go` and this.
+        """
+        self.let_go()
+        self._divide(process_group)
+
+    def let_go(self) -> None:
+        """Have nothing to do with the group and its wrappers any more."""
+        if self._overlap is not None:
+            self._overlap.retire()
+            self._overlap = None
 
     @property
     def optim(self) -> torch.optim.Optimizer:

@@ -39,6 +39,9 @@ class HookState(abc.ABC):
         if bucket.is_last():
             self.iter += 1
 
+    def give_up_step(self) -> None:  # noqa: B027 - most hooks have nothing under way between two buckets
+        """The pass under way has failed and will not go on; what was kept before it is the caller's to load."""
+
     @abc.abstractmethod
     def config(self) -> dict[str, Any]:
         """The constructor's arguments, without the group."""

@@ -15,7 +15,7 @@ import torch
 
 from ...comm.bucket import GradBucket
 from ...comm.collectives import Collectives
-from ...comm.hooks import hook_future, hook_result, launch_pending
+from ...comm.hooks import HookState, hook_future, hook_result, launch_pending
 from ...comm.sparse import SparseSum
 from ..buckets.bucket import Bucket, DenseBucket, Scale
 from ..buckets.sparse import SparseBucket
@@ -194,6 +194,9 @@ class HookStrategy(Strategy):
         if self.state is not None and type(self.state).__module__.startswith(_KNOWN):
             # A process group has no attributes to look at.
             held = getattr(self.state, "__dict__", {})
+            if isinstance(self.state, HookState):
+                # Not what it counts for its own process: one who comes to others has counted nothing yet.
+                held = {**self.state.config(), "iter": self.state.iter}
             words |= {f"{name} of the hook's state": str(v) for name, v in held.items() if isinstance(v, _SIMPLE)}
         return words
 

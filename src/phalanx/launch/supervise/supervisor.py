@@ -98,7 +98,7 @@ class Supervisor:
             environ = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", **os.environ, **numbers}
             self._rendezvous.prepare(environ)
             stdout, stderr = self._logs.prepare(environ)
-            orders[local_rank] = Order(crew.command, environ, stdout, stderr, stdin=_stdin())
+            orders[local_rank] = Order(crew.command, environ, stdout, stderr, stdin=standard_input())
         self._team.start(orders)
         for local_rank in orders:
             self._policy.hear(Started(local_rank))
@@ -117,7 +117,8 @@ class Supervisor:
                 return self._policy.hear(HostsChanged())
 
 
-def _stdin() -> int | None:
+def standard_input() -> int | None:
+    """What workers read from: ours, if there is one."""
     try:
         os.fstat(0)
     except OSError:

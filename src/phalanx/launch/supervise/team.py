@@ -55,6 +55,15 @@ class Team:
                     self.terminated.add(local_rank)
         return found
 
+    def sentinels(self) -> list[int]:
+        """Descriptors that are readable once a worker has ended, of those that run."""
+        return [child.sentinel for child in self._children.values() if child.exitcode is None and child.sentinel >= 0]
+
+    def kill_one(self, local_rank: int, why: str) -> None:
+        """End one worker now, with what it started; how it ended is told by `newly_ended`."""
+        if local_rank in self._children:
+            self._children[local_rank].tell(signal.SIGKILL)
+
     def exitcodes(self) -> dict[int, int | None]:
         """How every worker ended. One that we had to kill counts as told to end, which it had been before."""
         codes = {local_rank: child.poll() for local_rank, child in self._children.items()}

@@ -96,6 +96,7 @@ class Overlap(Listener):
         self._wrapper: weakref.ref[DistributedDataParallel] | None = None
         self._scatter: ReduceScatter | None = None
         self.gradient_shards: GradientShards | None = None
+        self._is_retired = False
         for wrapper in known_wrappers():
             if self._wrapper is None:
                 self.consider(wrapper)
@@ -138,10 +139,17 @@ class Overlap(Listener):
     def _low_precision(self) -> bool:
         return self.wrapper is not None and self.wrapper.mixed_precision is not None
 
+    def retire(self) -> None:
+        """Leave the wrapper for good; its gradients are its own again."""
+        wrapper, self._wrapper = self.wrapper, None
+        self._is_retired, self.state = True, Engagement.DETACHED
+        if wrapper is not None and self in wrapper.reducer.listeners:
+            wrapper.reducer.listeners.remove(self)
+
     def consider(self, wrapper: DistributedDataParallel) -> None:
         """Join `wrapper` if it reduces parameters of this optimizer."""
         reducer = wrapper.reducer
-        if not any(param in self.sharded.table.index_of for param in reducer.params):
+        if self._is_retired or not any(param in self.sharded.table.index_of for param in reducer.params):
             return
         self._check(wrapper, reducer)
         earlier = _user_of(reducer)

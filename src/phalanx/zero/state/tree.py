@@ -114,3 +114,14 @@ def leaves_of(tree: Tree) -> Iterator[Leaf]:
             items = tree[form].values() if form == "dict" else tree[form]
             for item in items:
                 yield from leaves_of(item)
+
+
+def numbers_of(tree: Tree, state: Any) -> Iterator[tuple[Tree, torch.Tensor]]:
+    """The tensors of `state` whose values are in its text, each with its place there, to be kept up to date."""
+    if "value" in tree:
+        yield tree, state
+    for form in ("dict", "list", "tuple"):
+        if form in tree:
+            pairs = tree[form].items() if form == "dict" else enumerate(tree[form])
+            for key, item in pairs:
+                yield from numbers_of(item, state[key])

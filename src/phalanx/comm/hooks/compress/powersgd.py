@@ -111,6 +111,12 @@ class PowerSGDState(HookState):
         self.residuals.load(tensors["residuals"])
         self.factors = {name: factor.detach().clone() for name, factor in tensors["factors"].items()}
 
+    def give_up_step(self) -> None:
+        with self._lock:
+            pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.abandon(ReductionError(f"PowerSGD hook: bucket {pending.index} was given up with its step."))
+
     def begin(self, bucket: GradBucket) -> None:
         """Make way for `bucket`: see to it that no bucket before it is half done."""
         pending = self._pending

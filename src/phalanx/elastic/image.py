@@ -1,0 +1,161 @@
+"""The state of a generation in memory that outlives its processes: every rank's share of it, as of its last two steps.
+
+Written to the files of `launch.elastic.heads`. A slot holds tensors (laid out as a checkpoint's file is), then the layout as
+JSON, then what is left, pickled: it is read by processes of this run only. A rank that is killed in the midst of writing
+leaves the slot before.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import pickle
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..checkpoint.layout import Layout, Piece, fill
+from ..checkpoint.reshard import Held, cover
+from ..checkpoint.source import Source
+from ..checkpoint.storage.manifest import Manifest, TensorInfo
+from ..errors import StateError
+from ..launch.elastic.heads import HEAD_BYTES, SLOT, VOID, Paths
+
+
+class _SlotFile:
+    """One slot as its rank writes it: mapped once, and again only when it has to grow."""
+
+    def __init__(self, path: str) -> None:
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        self.bytes = torch.empty(0, dtype=torch.uint8)
+        self.layout: Layout | None = None  # the one whose text is in the file
+        self.layout_bytes = 0
+
+    def reserve(self, num_bytes: int) -> torch.Tensor:
+        if num_bytes > self.bytes.numel():
+            os.ftruncate(self._descriptor, num_bytes)
+            # Populated now: in the midst of training each first touch of a page would be a fault.
+            pages = mmap.mmap(self._descriptor, num_bytes, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
+            self.bytes = torch.frombuffer(pages, dtype=torch.uint8)
+        return self.bytes
+
+    def write(self, data: bytes, at: int) -> None:
+        view = memoryview(data)
+        while view:
+            written = os.pwrite(self._descriptor, view, at)
+            view, at = view[written:], at + written
+
+    def clear(self) -> None:
+        """Give the memory back."""
+        self.bytes, self.layout = torch.empty(0, dtype=torch.uint8), None
+        os.ftruncate(self._descriptor, 0)
+
+    def close(self) -> None:
+        self.bytes = torch.empty(0, dtype=torch.uint8)
+        os.close(self._descriptor)
+
+
+class RankImage:
+    """This rank's files of one generation, for writing."""
+
+    def __init__(self, paths: Paths, rank: int, world: int) -> None:
+        self._rank, self._world = rank, world
+        self._head = os.open(paths.head, os.O_RDWR | os.O_CLOEXEC)
+        self._slots = [_SlotFile(path) for path in paths.slots]
+
+    def write(self, version: int, pieces: Sequence[Piece], layout: Layout, texts: Mapping[str, Any], rest: Any) -> None:
+        """Make `version` the newest one that this rank has. The one before it stays."""
+        slot, at = self._slots[version % 2], (version % 2) * SLOT.size
+        # First of all: from here on the slot is neither its old version nor the new one.
+        os.pwrite(self._head, SLOT.pack(VOID, 0, 0, 0), at)
+        fill(slot.reserve(layout.num_bytes), pieces, layout)
+        if slot.layout is not layout:
+            manifest = Manifest("", self._rank, self._world, layout.num_bytes, dict(layout.tensors), list(layout.extents))
+            text = manifest.to_bytes()
+            slot.write(text, layout.num_bytes)
+            slot.layout, slot.layout_bytes = layout, len(text)
+        data = pickle.dumps((dict(texts), rest), protocol=pickle.HIGHEST_PROTOCOL)
+        slot.write(data, layout.num_bytes + slot.layout_bytes)
+        os.pwrite(self._head, SLOT.pack(version, layout.num_bytes, slot.layout_bytes, len(data)), at)
+
+    def clear(self) -> None:
+        """Hold nothing any more."""
+        if any(slot.layout is not None for slot in self._slots):
+            os.pwrite(self._head, 2 * SLOT.pack(VOID, 0, 0, 0), 0)
+            for slot in self._slots:
+                slot.clear()
+
+    def close(self) -> None:
+        """Let go of the files. They stay where they are."""
+        os.close(self._head)
+        for slot in self._slots:
+            slot.close()
+
+
+class ImageSource(Source):
+    """The state of a generation as of one version, for loading: looks like a checkpoint."""
+
+    def __init__(self, images: Sequence[Paths], version: int) -> None:
+        heads = [_read(paths.head, 0, HEAD_BYTES) for paths in images]
+        self.version = version
+        self.where = f"the state in memory after step {self.version}"
+        self.about = {"step": self.version}
+        self.infos: dict[str, TensorInfo] = {}
+        self.texts: list[dict[str, Any]] = []
+        self.rest: list[Any] = []
+        self._held: dict[str, list[Held]] = {}
+        self._views: list[memoryview] = []
+        for rank, (paths, head) in enumerate(zip(images, heads, strict=True)):
+            self._add(rank, paths, head)
+        for places in self._held.values():
+            places.sort(key=lambda held: held.start)
+
+    def _add(self, rank: int, paths: Paths, head: bytes) -> None:
+        number = self.version % 2
+        found, tensor_bytes, layout_bytes, rest_bytes = SLOT.unpack_from(head, number * SLOT.size)
+        if found != self.version:
+            raise StateError(f"{self.where}: rank {rank} has version {found}.")
+        path = paths.slots[number]
+        manifest = Manifest.from_bytes(_read(path, tensor_bytes, layout_bytes), f"the layout of rank {rank}")
+        texts, rest = pickle.loads(_read(path, tensor_bytes + layout_bytes, rest_bytes))
+        self.texts.append(texts)
+        self.rest.append(rest)
+        self._views.append(_view(path, tensor_bytes))
+        self.infos.update(manifest.tensors)
+        for extent in manifest.extents:
+            held = Held(extent.start, extent.stop, rank, extent.offset)
+            self._held.setdefault(extent.key, []).append(held)
+
+    def flat(self, key: str, start: int, stop: int) -> torch.Tensor:
+        info = self.infos[key]
+        dtype = getattr(torch, info.dtype)
+        parts = []
+        try:
+            for held in cover(self._held.get(key, []), start, stop, info.itemsize):
+                end = held.offset + (held.stop - held.start) * info.itemsize
+                parts.append(torch.frombuffer(self._views[held.rank][held.offset : end], dtype=dtype))
+        except LookupError as gap:
+            raise StateError(f"{self.where}: '{key}': no rank has {gap.args[0]} of {info.numel}.") from None
+        if not parts:
+            return torch.empty(0, dtype=dtype)
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _read(path: str, at: int, size: int) -> bytes:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return os.pread(descriptor, size, at)
+    finally:
+        os.close(descriptor)
+
+
+def _view(path: str, size: int) -> memoryview:
+    if not size:
+        return memoryview(bytearray())
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        # A private copy, as torch wants memory that it might write to. It is only read, so that no page is copied.
+        return memoryview(mmap.mmap(descriptor, size, access=mmap.ACCESS_COPY))
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,453 @@
+"""`phalanx.elastic.run`: a training loop that goes on when a rank dies, and when one comes.
+
+    @phalanx.elastic.run(model=model, optimizer=optimizer, scheduler=scheduler, loader=loader)
+    def train(training):
+        for epoch in training.epochs(10):
+            for batch in loader:
+                ...
+
+    train()
+
+A step is what happens between two batches of the loader. When the next one is asked for, the step is committed. When a rank
+is lost, whatever the others have done since their last common commit is undone, they form a new group, and the function is
+called again: `epochs` and the loader go on where the commit was. Nothing else in the function is kept; what must be goes
+into `extra`. Here is the life of a run; what is kept of it is `transaction`'s business, who takes part the launcher's.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import logging
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import torch
+
+from ..checkpoint.capture import Subject
+from ..data.loader import Loader
+from ..errors import ArgumentTypeError, CollectiveTimeout, ConfigError, StateError
+from ..launch.bootstrap import is_consequence
+from ..launch.elastic.heads import VOID
+from ..launch.elastic.member import Formed, Member
+from ..launch.worker import current_worker
+from ..optim.in_backward import InBackward
+from ..zero.optimizer import ZeroRedundancyOptimizer
+from .decision import Decision, Report, decide
+from .image import ImageSource, RankImage
+from .transaction import Passing, Transaction
+
+logger = logging.getLogger("phalanx.elastic")
+
+P = ParamSpec("P")
+T = TypeVar("T")
+Event = Mapping[str, Any]
+
+
+def run(
+    model: torch.nn.Module | None = None,
+    optimizer: Any = None,
+    scheduler: Any = None,
+    loader: Loader | None = None,
+    extra: Mapping[str, Any] | None = None,
+    *,
+    on_event: Callable[[Event], None] | None = None,
+) -> Callable[[Callable[Concatenate[Training, P], T]], Callable[P, T]]:
+    """A decorator for the function that trains; it is called with a `Training` first.
+
+    `model`, `optimizer`, `scheduler`, `loader` and `extra` are all that a step changes (see `Checkpointer`, which takes the
+    same). Under `phalanx run --elastic` they move together: a step is committed on every rank, or never happened.
+    `on_event` is called with a dict for each change of the ranks. Under any other launcher the function is just called.
+    """
+
+    def decorate(function: Callable[Concatenate[Training, P], T]) -> Callable[P, T]:
+        @functools.wraps(function)
+        def trained(*args: P.args, **kwargs: P.kwargs) -> T:
+            training = Training(model, optimizer, scheduler, loader, extra, on_event)
+            return training.run(functools.partial(_call, function, args, kwargs))
+
+        return trained
+
+    return decorate
+
+
+def _call(function: Callable[..., T], args: Any, kwargs: Any, training: Training) -> T:
+    return function(training, *args, **kwargs)
+
+
+class Keeping(enum.Enum):
+    """How what was learnt survives a rank.
+
+    WRITTEN   every rank writes its share to memory that outlives it, at each commit: the state is divided, or it is not
+              known yet that a step is one step of one optimizer, so that nobody may hold it whole in the midst of
+              one, or there is one rank only
+    HELD      every rank holds all of it: nothing is written, and who has lost the thread takes it from another
+    """
+
+    WRITTEN = enum.auto()
+    HELD = enum.auto()
+
+
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """From where this worker goes on: what was learnt is in `source`, or here already if that is None."""
+
+    version: int
+    keeping: Keeping
+    source: ImageSource | None
+    passing: Passing
+    own: Passing | None
+    """What this worker itself kept of what passes; None for one who has just come."""
+
+
+class Training:
+    """One training run, as its ranks change. Given to the decorated function."""
+
+    def __init__(
+        self,
+        model: Any,
+        optimizer: Any,
+        scheduler: Any,
+        loader: Any,
+        extra: Mapping[str, Any] | None,
+        on_event: Callable[[Event], None] | None,
+    ) -> None:
+        worker = current_worker()
+        if worker is None:
+            raise ConfigError("call phalanx.init() before the training function: it joins the others.")
+        if loader is not None and not isinstance(loader, Loader):
+            raise ArgumentTypeError(
+                f"loader must be one of worker.loader(…), which knows what has been used, got {type(loader).__name__}. "
+                "Leave it out and call training.commit() after each step, with what says where you are in `extra`."
+            )
+        self._worker, self._member = worker, worker.member
+        self._loader, self._on_event = loader, on_event
+        self._subject = Subject(model, optimizer, {"scheduler": scheduler, "loader": loader}, extra)
+        self._transaction = Transaction(self._subject)
+        self._image: RankImage | None = None
+        self._keeping = Keeping.WRITTEN
+        self._has_entered = False  # whether this worker has, or had, a state in common with others
+        self._is_uneven = False  # whether some commit had several steps of the optimizer
+        self._kept: Passing = {}
+        self.step = 0
+        """How many steps have been committed."""
+        # Steps of optimizers that have begun and ended since the last commit.
+        self._num_begun = self._num_ended = 0
+        self._scheduled: Any = None  # what the scheduler's state was at the last commit
+        self._follows_schedule = False  # whether the scheduler has moved in the step before
+        if self._member is not None:
+            self._check()
+        for one in self._subject.optimizers.values():
+            if not isinstance(one, InBackward):
+                one.register_step_pre_hook(self._note_begin)
+                one.register_step_post_hook(self._note_end)
+
+    def _check(self) -> None:
+        """What cannot go on with other ranks is refused before the first step."""
+        if self._loader is not None and not self._loader.any_world:
+            raise ConfigError(
+                "an elastic run needs a loader that can go on with another number of ranks in the middle of an epoch: one "
+                "of a map-style dataset. A stream, or data of each rank's own, cannot be divided anew."
+            )
+        for name, value in self._subject.extra.items():
+            settable = ("load_state_dict", "set_state", "bit_generator", "setstate")
+            if not any(hasattr(value, attribute) for attribute in settable):
+                raise ArgumentTypeError(
+                    f"extra {name!r} is a {type(value).__name__}, which cannot be set back in place. Give an object with "
+                    "state_dict() and load_state_dict(), or a generator."
+                )
+        for one in self._subject.optimizers.values():
+            if isinstance(one, ZeroRedundancyOptimizer) and one.partition != "element" and one.world_size > 1:
+                raise ConfigError(
+                    f"an elastic run needs an optimizer that can be divided anew by elements; {one.partition_reason}. Use "
+                    "such a class, or a plain optimizer."
+                )
+        wrapper = self._subject.wrapper
+        if wrapper is not None and self._subject.ddp is None:
+            raise ConfigError(
+                f"an elastic run needs phalanx.DistributedDataParallel, which can go on over another group; the model is in "
+                f"a {type(wrapper).__module__}.{type(wrapper).__name__}."
+            )
+
+    def _note_begin(self, *_: Any) -> None:
+        self._num_begun += 1
+
+    def _note_end(self, *_: Any) -> None:
+        self._num_ended += 1
+
+    # -- what the function uses ----------------------------------------------------------------
+
+    def epochs(self, count: int) -> Iterator[int]:
+        """The epochs that are left of `count`, each the loader's own."""
+        if self._loader is None:
+            raise ConfigError("epochs() counts the loader's epochs. Give elastic.run() the loader.")
+        while self._loader.epoch < count:
+            yield self._loader.epoch
+        if self._member is not None:
+            # Whoever goes on to save and end knows that nobody is a step behind, and would make it again without it.
+            self._worker.barrier()
+
+    def commit(self) -> None:
+        """The step is done. The loader calls it before it gives the next batch; programs without one, after each step."""
+        self._commit(in_loop=False)
+
+    def _after_batch(self) -> None:
+        # Gradients that add up over several batches are used by the last of them; before that there is no step to commit.
+        if self._num_ended or not self._subject.optimizers or self._has_stepped_in_backward:
+            self._commit(in_loop=True)
+
+    @property
+    def _has_stepped_in_backward(self) -> bool:
+        """Whether the optimizers step in backward, and the one of this batch was no mere part of a sum."""
+        ddp, found = self._subject.ddp, self._subject.optimizers.values()
+        accumulates = ddp is not None and bool(ddp.reducer.unreduced)
+        return bool(found) and all(isinstance(one, InBackward) for one in found) and not accumulates
+
+    def _commit(self, in_loop: bool) -> None:
+        version = self.step + 1
+        if self._member is None:
+            self.step = version
+            return
+        self._note_schedule()
+        if self._may_hold():
+            self._keep(version, Keeping.HELD)
+        else:
+            self._commit_written(version)
+        if self._member.committed(self.step):
+            self._leave_group()
+            self._meet(self._member, "asked to pause", in_loop=in_loop)
+
+    def _may_hold(self) -> bool:
+        """Whether the whole state is on every rank, and moves at once or not at all between two commits."""
+        if self._num_ended > 1:
+            # Nobody can tell how far a rank got that failed between two steps of one commit: from now on all is written.
+            self._is_uneven = True
+        was_held = self._keeping is Keeping.HELD
+        # A commit without a step (after an evaluation, say) leaves what was learnt as it is.
+        is_one_step = self._num_ended == 1 or (self._num_ended == 0 and was_held)
+        is_whole = len(self._subject.optimizers) == 1 and not self._is_divided and self._worker.world > 1
+        return is_one_step and is_whole and not self._is_uneven
+
+    def _commit_written(self, version: int) -> None:
+        if self._keeping is Keeping.HELD:
+            # All have made the step, or it is undone by those who hold the one before. Until all have written this one it
+            # is held as well: some may go on before the others know.
+            self._worker.barrier()
+            self._keep(version, Keeping.HELD)
+        self._keep(version, Keeping.WRITTEN)
+        # Whoever goes on knows that all ranks have written this version: it is never undone.
+        self._worker.barrier()
+        self.step, self._keeping = version, Keeping.WRITTEN
+
+    @property
+    def _is_divided(self) -> bool:
+        return any(isinstance(one, (ZeroRedundancyOptimizer, InBackward)) for one in self._subject.optimizers.values())
+
+    def _keep(self, version: int, how: Keeping) -> None:
+        """What there is now is the state of `version`."""
+        assert self._image is not None, "it is a member of a generation"
+        self._kept = self._transaction.keep()
+        if how is Keeping.WRITTEN:
+            self._transaction.write(self._image, version, self._worker.rank, self._worker.world, self._kept)
+        elif self._keeping is Keeping.HELD:
+            # What was written before all held it is out of date. Not one commit earlier: some may not hold this one yet,
+            # and would have nothing to go back to if those who do are lost.
+            self._image.clear()
+        if how is Keeping.HELD:
+            self.step, self._keeping = version, how
+        self._num_begun = self._num_ended = 0
+
+    def _note_schedule(self) -> None:
+        scheduler = self._subject.parts.get("scheduler")
+        if scheduler is not None:
+            now = getattr(scheduler, "last_epoch", None)
+            self._follows_schedule, self._scheduled = now != self._scheduled, now
+
+    # -- the life of a run ---------------------------------------------------------------------
+
+    def run(self, function: Callable[[Training], T]) -> T:
+        """Call the function, again after every loss, until it returns."""
+        member = self._member
+        if member is None:
+            self._watch_loader()
+            return function(self)
+        self._enter(member)
+        while True:
+            try:
+                self._watch_loader()
+                return function(self)
+            except Exception as error:
+                if not is_consequence(error):
+                    raise
+                lost = self._understand(error)
+            finally:
+                if self._loader is not None:
+                    self._loader.after_batch = None
+            # Outside of the handler: what the exception holds (graphs, the loop's iterator) is let go first.
+            self._recover(member, *lost)
+
+    def _watch_loader(self) -> None:
+        if self._loader is not None:
+            self._loader.after_batch = self._after_batch
+
+    def _understand(self, error: Exception) -> tuple[str, tuple[int, ...]]:
+        words = f"{type(error).__name__}: {error}"
+        logger.info("rank %d: %s", self._worker.rank, words)
+        # The loop of the function that raised may be held by a frame of it, and with it the loader's iterator.
+        traceback.clear_frames(error.__traceback__)
+        return words, tuple(error.ranks) if isinstance(error, CollectiveTimeout) else ()
+
+    def _enter(self, member: Member) -> None:
+        formed = member.formed
+        if formed is None:
+            self._recover(member, "joins", ())
+            return
+        # Of the first generation: everybody has made the same from the beginning.
+        self._image = RankImage(formed.images[formed.rank], formed.rank, formed.world)
+        self._note_schedule()
+        self._keep(self.step, Keeping.WRITTEN)
+        self._has_entered = True
+
+    def _recover(self, member: Member, why: str, silent: tuple[int, ...]) -> None:
+        """Meet and go on; again if somebody is lost meanwhile."""
+        while True:
+            try:
+                self._leave_group()
+                self._meet(member, why, silent)
+                return
+            except Exception as error:
+                if not is_consequence(error):
+                    raise
+                why, silent = self._understand(error)
+
+    def _leave_group(self) -> None:
+        if self._image is not None:
+            self._image.close()
+            self._image = None
+        self._worker.part()
+
+    def _meet(self, member: Member, why: str, silent: tuple[int, ...] = (), in_loop: bool = False) -> None:
+        begun, before, was_there = time.monotonic(), self._worker.world, self._has_entered
+        formed = member.meet(why, silent)
+        met = time.monotonic()
+        self._worker.rejoin(formed.rank, formed.world, formed.store)
+        ahead = self.step
+        self._go_on(formed, member, in_loop)
+        facts = {
+            "generation": formed.generation,
+            "step": self.step,
+            "undone": ahead - self.step if was_there else 0,
+            "world": formed.world,
+            "world_before": before if was_there else 0,
+            "waited_s": round(met - begun, 4),
+            "formed_s": round(time.monotonic() - met, 4),
+            "why": why,
+        }
+        if formed.rank == 0:
+            member.tell("formed", **facts)
+        if self._on_event is not None:
+            self._on_event({"event": "formed", "rank": formed.rank, **facts})
+
+    def _go_on(self, formed: Formed, member: Member, in_loop: bool) -> None:
+        """Bind everything to the new group, and set it back to the last common commit."""
+        self._image = RankImage(formed.images[formed.rank], formed.rank, formed.world)
+        report = Report(self.step if self._has_entered else None, self._num_begun > 0, self._num_ended == self._num_begun)
+        holds = self._has_entered and self._keeping is Keeping.HELD
+        said = self._worker.exchange.all_objects((report, holds, self._is_uneven))
+        self._is_uneven = any(is_uneven for _, _, is_uneven in said)
+        self._transaction.give_up_pass()
+        if any(holds for _, holds, _ in said):
+            self._renew()
+            taken = self._take_held(formed, [report for report, _, _ in said])
+        else:
+            taken = self._take_written(formed, member)
+        if self._loader is not None:
+            self._loader.go_on(taken.passing["parts"]["loader"], in_loop)
+        # Nobody is waited for in here, so that a loss finds this worker before or after it, never between.
+        self._apply(taken, formed)
+        # Everybody has taken what it needs: from here on those who gave it may write over it, or step.
+        self._worker.barrier()
+        # A rank alone holds nothing that anybody else would have if it were lost.
+        self._keep(self.step, self._keeping if formed.world > 1 else Keeping.WRITTEN)
+
+    def _apply(self, taken: _Taken, formed: Formed) -> None:
+        if taken.source is not None:
+            self._transaction.read(taken.source, formed.rank, formed.world)
+        self._transaction.forget_gradients()
+        self._transaction.give(taken.passing, taken.own)
+        # Last: whatever is done above may draw numbers.
+        self._transaction.set_random(taken.passing, taken.own, formed.rank + formed.generation * formed.world)
+        self.step, self._keeping, self._has_entered = taken.version, taken.keeping, True
+        self._num_begun = self._num_ended = 0
+        self._kept = self._transaction.keep()
+        self._scheduled = getattr(self._subject.parts.get("scheduler"), "last_epoch", None)
+
+    def _renew(self) -> None:
+        sharded = [one for one in self._subject.optimizers.values() if isinstance(one, ZeroRedundancyOptimizer)]
+        for one in sharded:
+            one.let_go()
+        if self._subject.ddp is not None:
+            self._subject.ddp.renew()
+        for one in sharded:
+            one.renew()
+
+    def _take_written(self, formed: Formed, member: Member) -> _Taken:
+        """What every rank wrote."""
+        if formed.version == VOID:
+            if formed.has_committed:
+                raise StateError(
+                    "every rank that held the state is lost. Start again from the newest checkpoint (Checkpointer.restore)."
+                )
+            self._renew()
+            # Nobody has committed anything: the first one begins, and the others like it. Not where it is now: it may have
+            # taken a batch already.
+            if self._subject.ddp is not None:
+                self._subject.ddp.replicate_module(0)
+            mine = self._kept if self._has_entered else self._transaction.keep()
+            passing: Passing = self._worker.exchange.all_objects(mine)[0]
+            return _Taken(0, Keeping.WRITTEN, None, passing, mine if self._has_entered else None)
+        source = ImageSource(formed.before, formed.version)
+        # First the options: who comes has those of the beginning, and a divided optimizer compares them when it is made.
+        self._transaction.read_options(source)
+        self._renew()
+        there = formed.members_before
+        own = source.rest[there.index(member.number)] if member.number in there else None
+        return _Taken(source.version, Keeping.WRITTEN, source, source.rest[0] if own is None else own, own)
+
+    def _take_held(self, formed: Formed, reports: list[Report]) -> _Taken:
+        """What some rank holds; only who has not got it takes it."""
+        decision = decide(reports)
+        if decision is None:
+            raise StateError(
+                "all ranks that held the state whole are lost. Start again from the newest checkpoint "
+                "(Checkpointer.restore)."
+            )
+        if decision.completes and formed.rank not in decision.takers:
+            self._complete()
+        mine = self._kept
+        if decision.takers:
+            assert self._image is not None, "it has just been made"
+            if formed.rank == decision.source:
+                self._transaction.write(self._image, decision.version, 0, 1, mine)
+            self._worker.barrier()
+        if formed.rank not in decision.takers:
+            return _Taken(decision.version, Keeping.HELD, None, mine, mine)
+        source = ImageSource([formed.images[decision.source]], decision.version)
+        return _Taken(decision.version, Keeping.HELD, source, source.rest[0], self._own(reports[formed.rank], decision))
+
+    def _own(self, report: Report, decision: Decision) -> Passing | None:
+        """This worker's own random numbers, buffers and hook, where it takes the rest from another."""
+        if report.version is None:
+            return None
+        # Undone: as they were. Behind: it has drawn what the step draws, in its forward.
+        return self._kept if report.version == decision.version else self._transaction.keep()
+
+    def _complete(self) -> None:
+        """The optimizer has stepped on every rank that is left; what a step does besides may not be done yet."""
+        scheduler = self._subject.parts.get("scheduler")
+        if scheduler is not None and self._follows_schedule and getattr(scheduler, "last_epoch", None) == self._scheduled:
+            scheduler.step()
+        self._kept = self._transaction.keep()

@@ -1,0 +1,193 @@
+"""Everything that a step changes, as one: kept when the step is done, and put back when it never was.
+
+Two parts, since one is large and the other changes by steps that fail as well:
+
+    learnt    parameters, optimizer state, buffers that ranks share     written to an image, a share per rank, or all of it
+    passing   random numbers, buffers, the hook's state, scheduler,     kept by each worker for itself; one who comes takes
+              position in the data, extra                               rank 0's, and draws random numbers of its own
+
+The layout of what was learnt is made once and kept for as long as the tensors stay the same ones. Must not know of groups.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from ..checkpoint.apply import MODEL, OPTIMIZER, Choice, Restoration
+from ..checkpoint.capture import Subject, capture_learnt, state_of
+from ..checkpoint.layout import Layout, Piece, lay_out
+from ..checkpoint.optimizers import members, named_params, options_of
+from ..checkpoint.randomness import capture_randomness, seed_like, set_generator_state, set_randomness
+from ..checkpoint.tree import decode
+from ..comm.hooks import HookState
+from ..errors import StateError
+from ..zero.optimizer import ZeroRedundancyOptimizer
+from ..zero.state.tree import numbers_of
+from .image import ImageSource, RankImage
+
+Passing = dict[str, Any]
+
+
+def _no_tensor(path: str) -> torch.Tensor:
+    raise StateError(f"an option of an optimizer's group, '{path}', is a tensor with dimensions.")
+
+
+def _states(optimizer: Any, names: Mapping[torch.Tensor, str]) -> Iterator[tuple[str, Any]]:
+    """An optimizer's states, by the names of the parameters they belong to."""
+    if isinstance(optimizer, ZeroRedundancyOptimizer):
+        sharded = optimizer.sharded
+        called = named_params(sharded.table.params, names)
+        pairs = [(called[owned.index], owned.key) for owned in sharded.partition.owned]
+        live = sharded.optim.state
+    else:
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        pairs = list(zip(named_params(params, names), params, strict=True))
+        live = optimizer.state
+    yield from ((name, live[key]) for name, key in pairs if key in live)
+
+
+_LOADER = "loader"
+
+
+class Transaction:
+    """The state of one training run, on its way out and back."""
+
+    def __init__(self, subject: Subject) -> None:
+        self.subject = subject
+        self._seen: list[Any] = []
+        self._described: tuple[list[Piece], Layout, dict[str, Any]] | None = None
+        self._place = (0, 1)
+        # Counts of steps and the like: tensors whose values are in the texts, with where they are there.
+        self._numbers: list[tuple[dict[str, Any], torch.Tensor]] = []
+
+    # -- what was learnt -----------------------------------------------------------------------
+
+    def write(self, image: RankImage, version: int, rank: int, world: int, passing: Passing) -> None:
+        """Write this rank's share of what was learnt; all of it if `world` is 1."""
+        pieces, layout, texts = self._describe(rank, world)
+        image.write(version, pieces, layout, self._with_options(texts), passing)
+
+    def _describe(self, rank: int, world: int) -> tuple[list[Piece], Layout, dict[str, Any]]:
+        seen = list(self._dependencies())
+        same = self._place == (rank, world) and len(seen) == len(self._seen)
+        # Tensors by what they are, the rest by value: a number among the states (a count of steps) is in the texts.
+        same = same and all(a is b or (not isinstance(a, torch.Tensor) and a == b) for a, b in zip(seen, self._seen))  # noqa: B905
+        if self._described is None or not same:
+            found, _ = capture_learnt(self.subject, rank)
+            pieces = found.mine(rank, world)
+            self._described = pieces, lay_out(pieces), found.texts
+            self._seen, self._place = seen, (rank, world)
+            self._numbers = list(self._find_numbers(found.texts))
+        else:
+            for place, tensor in self._numbers:
+                place["value"] = tensor.item()
+        return self._described
+
+    def _find_numbers(self, texts: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], torch.Tensor]]:
+        names = self.subject.param_names()
+        for label, optimizer in self.subject.optimizers.items():
+            trees = texts.get(label, {}).get("states", {})
+            for one in members(optimizer):
+                for name, state in _states(one, names):
+                    if name in trees:
+                        yield from numbers_of(trees[name], state)
+
+    def _dependencies(self) -> Iterator[Any]:
+        """All that the description of what was learnt depends on."""
+        model = self.subject.model
+        if model is not None:
+            for tensor in (*model.parameters(), *model.buffers()):
+                yield tensor
+                yield tensor.data_ptr()
+        for optimizer in self.subject.optimizers.values():
+            for one in members(optimizer):
+                inner = one.sharded.optim if isinstance(one, ZeroRedundancyOptimizer) else one
+                for state in inner.state.values():
+                    yield from state.values()
+
+    def _with_options(self, texts: Mapping[str, Any]) -> dict[str, Any]:
+        """Learning rates and the like change from step to step, and are few."""
+        found, names = dict(texts), self.subject.param_names()
+        for label, optimizer in self.subject.optimizers.items():
+            if label in texts:
+                groups = [group for one in members(optimizer) for group in one.param_groups]
+                called = named_params([param for group in groups for param in group["params"]], names)
+                found[label] = {**texts[label], "groups": list(options_of(groups, label, called))}
+        return found
+
+    def read_options(self, source: ImageSource) -> None:
+        """Take the options of the optimizers' groups: learning rates and the like."""
+        for label, optimizer in self.subject.optimizers.items():
+            groups = [group for one in members(optimizer) for group in one.param_groups]
+            for group, saved in zip(groups, source.optimizer(label)["groups"], strict=True):
+                group.update(decode(saved["options"], _no_tensor))
+
+    def read(self, source: ImageSource, rank: int, world: int) -> None:
+        """Take what was learnt from an image."""
+        self._described = None
+        restoration = Restoration(self.subject, source, Choice(parts=(MODEL, OPTIMIZER)), rank, world)
+        restoration.run()
+        restoration.finish()
+
+    def forget_gradients(self) -> None:
+        """Those of a step that never was."""
+        for param in self.subject.param_names():
+            param.grad = None
+
+    # -- what passes ---------------------------------------------------------------------------
+
+    def keep(self) -> Passing:
+        """What passes, as it is now. Copies."""
+        subject, hook = self.subject, self._hook_state
+        return {
+            "random": capture_randomness(),
+            "buffers": [] if subject.model is None else [buffer.detach().clone() for buffer in subject.model.buffers()],
+            "hook": None if hook is None else hook.state_dict(),
+            "parts": {name: copy.deepcopy(part.state_dict()) for name, part in subject.parts.items()},
+            "extra": {name: copy.deepcopy(state_of(value)) for name, value in subject.extra.items()},
+        }
+
+    def give_up_pass(self) -> None:
+        """A pass that failed may have left a hook in the midst of a bucket."""
+        if self._hook_state is not None:
+            self._hook_state.give_up_step()
+
+    def give(self, passing: Passing, own: Passing | None) -> None:
+        """Put it back: `own` is what this worker itself kept, None for one who has just come.
+
+        The loader has its part already; random numbers are the caller's to set, last (`set_random`).
+        """
+        subject = self.subject
+        for name, part in subject.parts.items():
+            if name != _LOADER:
+                part.load_state_dict(copy.deepcopy(passing["parts"][name]))
+        for name, target in subject.extra.items():
+            if hasattr(target, "load_state_dict"):
+                target.load_state_dict(copy.deepcopy(passing["extra"][name]))
+            else:
+                set_generator_state(target, passing["extra"][name])
+        if own is not None:
+            if subject.model is not None:
+                for buffer, value in zip(subject.model.buffers(), own["buffers"], strict=True):
+                    buffer.detach().copy_(value)
+        hook = passing["hook"] if own is None else own["hook"]
+        if self._hook_state is not None and hook is not None:
+            # Residuals are what a rank still owes to the sum: one who has just come owes nothing.
+            self._hook_state.load_state_dict(hook if own is not None else {**hook, "residuals": {}})
+
+    def set_random(self, passing: Passing, own: Passing | None, salt: int) -> None:
+        """Random numbers as `own` had them; for one who has just come, others than anybody else's."""
+        if own is not None:
+            set_randomness(own["random"])
+        else:
+            seed_like(passing["random"], salt)
+
+    @property
+    def _hook_state(self) -> HookState | None:
+        ddp = self.subject.ddp
+        state = None if ddp is None or ddp._hook is None else ddp._hook[0]
+        return state if isinstance(state, HookState) else None

@@ -1,0 +1,202 @@
+"""The launcher's side of the meeting: it hears workers, asks `Membership` what to do, and does it.
+
+Owns the sockets to the workers, the files in which their state outlives them, and the store of each generation. Starting and
+ending processes is its owner's business: it is told what to do by `actions`, and tells what has become of it.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from phalanx.launch.elastic.heads import VOID, Files, newest
+from phalanx.launch.elastic.membership import Action, Dismiss, Form, GiveUp, Kill, Limits, Membership, Pause, RunState, Start
+from phalanx.launch.elastic.messages import Line
+from phalanx.launch.store import RunStore
+
+
+@dataclass
+class Generation:
+    """What the launcher keeps for one generation."""
+
+    number: int
+    members: tuple[int, ...]
+    store: RunStore
+    store_path: str
+    files: list[Files] = field(default_factory=list)
+
+    def version(self) -> int:
+        """The newest version that all of its members have written."""
+        return newest([one.head() for one in self.files])
+
+    def close(self) -> None:
+        for one in self.files:
+            one.close()
+        self.store.close()
+
+
+class Coordinator:
+    """One elastic run on this host. Not for several threads: the launcher's loop calls it."""
+
+    def __init__(
+        self,
+        limits: Limits,
+        start: Callable[[int], None],
+        kill: Callable[[int, str], None],
+        notice: Callable[[dict[str, Any]], None],
+    ) -> None:
+        """`start(count)` asks for workers, which `connect` announces; `kill(worker, why)` must be certain to end it."""
+        self.membership = Membership(limits)
+        self._start, self._kill, self._notice = start, kill, notice
+        self._lines: dict[int, Line] = {}
+        self._generations: list[Generation] = []
+        self._next_worker = 0
+        self._has_committed = False
+        self.failure = ""
+        """Why the run was given up, if it was."""
+
+    # -- what the launcher's loop needs --------------------------------------------------------
+
+    @property
+    def is_over(self) -> bool:
+        return self.membership.state is RunState.OVER
+
+    @property
+    def deadline(self) -> float | None:
+        """When `tick` is due."""
+        return self.membership.deadline
+
+    @property
+    def lines(self) -> dict[int, Line]:
+        """The sockets to listen to, by worker."""
+        return self._lines
+
+    @property
+    def joins(self) -> bool:
+        """Whether a worker that is started now comes to others who train."""
+        return self.membership.generation > 0
+
+    def begin(self, now: float) -> None:
+        self._do(self.membership.begin(now))
+
+    def connect(self, now: float) -> tuple[int, socket.socket]:
+        """A worker is about to be started: its number, and its end of the socket, for the caller to hand over and close."""
+        worker, self._next_worker = self._next_worker, self._next_worker + 1
+        ours, theirs = socket.socketpair()
+        self._lines[worker] = Line(ours)
+        self._do(self.membership.started(worker, now))
+        return worker, theirs
+
+    def could_not_start(self, why: str, now: float) -> None:
+        self._do(self.membership.could_not_start(why, now))
+
+    def ended(self, worker: int, well: bool, now: float) -> None:
+        """A worker's process has ended."""
+        self.hear(worker, now)  # what it said last, before it is forgotten
+        line = self._lines.pop(worker, None)
+        if line is not None:
+            line.close()
+        member = worker in self.membership.members
+        self._do(self.membership.ended(worker, well, now))
+        if member and not well:
+            self._notice({"event": "lost", "worker": worker, "generation": self.membership.generation})
+
+    def hear(self, worker: int, now: float) -> None:
+        """Take what a worker has said."""
+        line = self._lines.get(worker)
+        message = None if line is None else line.receive()
+        while line is not None and message is not None:
+            self._take(worker, message, now)
+            message = line.receive()
+
+    def tick(self, now: float) -> None:
+        self._do(self.membership.tick(now))
+
+    def scale(self, wanted: int, now: float) -> None:
+        """Train with so many workers from now on."""
+        self._notice({"event": "scale", "wanted": wanted})
+        self._do(self.membership.scale(wanted, now))
+
+    def close(self) -> None:
+        for line in self._lines.values():
+            line.close()
+        for generation in self._generations:
+            generation.close()
+        self._generations = []
+
+    # -- in ------------------------------------------------------------------------------------
+
+    def _take(self, worker: int, message: dict[str, Any], now: float) -> None:
+        kind, current = message.get("is"), self.membership
+        if kind == "arrived":
+            # A member that comes after its generation was replaced has been given up; `Membership` says so.
+            self._do(current.arrived(worker, now, message.get("silent", ())))
+        elif kind == "committed":
+            self._has_committed = True
+            self._do(current.committed(now))
+            self._notice({"event": "gets on", "generation": current.generation, "step": message["version"]})
+            self._forget_old()
+        elif kind == "pausing":
+            for other in current.members:
+                if other != worker and other in self._lines:
+                    self._lines[other].send({"is": "pause", "at": message["at"]})
+        elif kind == "leaving":
+            self._do(current.wants_to_leave(worker, now))
+        elif kind == "event":
+            facts = {key: value for key, value in message.items() if key not in ("is", "what")}
+            self._notice({"event": message.get("what", ""), "worker": worker, **facts})
+
+    # -- out -----------------------------------------------------------------------------------
+
+    def _do(self, actions: Sequence[Action]) -> None:
+        for action in actions:
+            match action:
+                case Start(count):
+                    self._start(count)
+                case Kill(worker, why):
+                    self._notice({"event": "fenced", "worker": worker, "why": why})
+                    self._kill(worker, why)
+                case Pause():
+                    first = self.membership.members[0]
+                    if first in self._lines:
+                        self._lines[first].send({"is": "pause"})
+                case Form(number, members):
+                    self._form(number, members)
+                case Dismiss(worker):
+                    if worker in self._lines:
+                        self._lines[worker].send({"is": "dismiss"})
+                case GiveUp(why):
+                    self.failure = why
+
+    def _form(self, number: int, members: tuple[int, ...]) -> None:
+        before = next((one for one in reversed(self._generations) if one.version() != VOID), None)
+        store = RunStore()
+        made = Generation(number, members, store, store.renew())
+        made.files = [Files(f"state-{number}-{rank}") for rank in range(len(members))]
+        self._generations.append(made)
+        for rank, worker in enumerate(members):
+            line = self._lines.get(worker)
+            if line is None:
+                continue  # it has ended since; its generation will notice
+            line.send(
+                {
+                    "is": "form",
+                    "generation": number,
+                    "rank": rank,
+                    "members": members,
+                    "store": made.store_path,
+                    "images": [one.paths for one in made.files],
+                    "before": [] if before is None else [one.paths for one in before.files],
+                    "members_before": [] if before is None else before.members,
+                    "version": VOID if before is None else before.version(),
+                    "has_committed": self._has_committed,
+                }
+            )
+
+    def _forget_old(self) -> None:
+        """A generation that gets on needs nothing of those before it."""
+        for generation in self._generations[:-1]:
+            generation.close()
+        del self._generations[:-1]

@@ -1,0 +1,134 @@
+"""A worker's side of the meeting: it says that it is there, and is told who else is.
+
+Owns the socket to the coordinator. Must not know of models, nor how groups are made.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from phalanx.errors import StateError
+from phalanx.launch.elastic.heads import Paths
+from phalanx.launch.elastic.messages import Line
+from phalanx.launch.elastic.variables import JOINS, NUMBER, SOCKET
+
+_STEPS_AHEAD = 2
+
+
+class Dismissed(SystemExit):
+    """This worker is not needed any more, and ends well."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+
+
+@dataclass(frozen=True)
+class Formed:
+    """A generation, as one of its members is told of it."""
+
+    generation: int
+    rank: int
+    members: tuple[int, ...]
+    """The numbers of the workers, by rank."""
+    store: str
+    images: tuple[Paths, ...]
+    """Where the members keep their state, by rank."""
+    before: tuple[Paths, ...]
+    """Where the state is that they start from; empty if there is none yet."""
+    members_before: tuple[int, ...]
+    """Who wrote that, by rank."""
+    version: int
+    """Which version of it; VOID if there is none."""
+    has_committed: bool
+    """Whether any generation has completed a step."""
+
+    @property
+    def world(self) -> int:
+        return len(self.members)
+
+    @classmethod
+    def of(cls, message: Mapping[str, Any]) -> Formed:
+        return cls(
+            message["generation"],
+            message["rank"],
+            tuple(message["members"]),
+            message["store"],
+            tuple(Paths.of(one) for one in message["images"]),
+            tuple(Paths.of(one) for one in message["before"]),
+            tuple(message["members_before"]),
+            message["version"],
+            message["has_committed"],
+        )
+
+
+class Member:
+    """This process, as the coordinator knows it."""
+
+    def __init__(self, line: Line, number: int, joins: bool) -> None:
+        self._line, self.number, self.joins = line, number, joins
+        self.formed: Formed | None = None
+        self._pause_at: int | None = None
+        self._has_told = False  # whether the coordinator knows that this generation gets on
+        self._wants_to_leave = False
+
+    @classmethod
+    def of(cls, environ: Mapping[str, str]) -> Member | None:
+        """The member that this process was started as; None outside of an elastic run."""
+        descriptor = environ.get(SOCKET)
+        if not descriptor:
+            return None
+        connection = socket.socket(fileno=int(descriptor))
+        # Not for the processes that this one starts: data loaders, compilers.
+        os.set_inheritable(connection.fileno(), False)
+        return cls(Line(connection), int(environ[NUMBER]), environ.get(JOINS) == "1")
+
+    def meet(self, why: str = "", silent_ranks: Sequence[int] = ()) -> Formed:
+        """Come to the meeting and wait until the next generation is formed. Raises Dismissed if without this worker."""
+        before = self.formed
+        silent = [] if before is None else [before.members[rank] for rank in silent_ranks if rank < before.world]
+        generation = 0 if before is None else before.generation
+        self._line.send({"is": "arrived", "generation": generation, "silent": silent, "why": why})
+        while True:
+            message = self._line.receive(None)
+            if message is None:
+                raise StateError("the launcher of this elastic run has ended. Start the run again.")
+            if message["is"] == "dismiss":
+                raise Dismissed
+            if message["is"] == "form":
+                self._pause_at, self._has_told = None, False
+                self.formed = Formed.of(message)
+                return self.formed
+
+    def committed(self, version: int) -> bool:
+        """A step has been committed. Whether this is where the generation is to pause."""
+        assert self.formed is not None, "it is a member of a generation"
+        if self.formed.rank == 0 and not self._has_told:
+            self._has_told = True
+            self._line.send({"is": "committed", "version": version})
+        if self._wants_to_leave:
+            self._wants_to_leave = False
+            self._line.send({"is": "leaving"})
+        message = self._line.receive()
+        while message is not None:
+            if message["is"] == "pause":
+                # Rank 0 says when: far enough ahead for the others to hear of it before they are there. Should one not
+                # hear in time, its next collective fails, and it undoes that step.
+                at = message.get("at")
+                if at is None:
+                    at = version + _STEPS_AHEAD
+                    self._line.send({"is": "pausing", "at": at})
+                self._pause_at = int(at)
+            message = self._line.receive()
+        return self._pause_at is not None and version >= self._pause_at
+
+    def leave(self) -> None:
+        """Ask, when the step under way is done, to be left out of the next generation. Safe in a signal's handler."""
+        self._wants_to_leave = True
+
+    def tell(self, what: str, **facts: Any) -> None:
+        """Something that the run's record should have."""
+        self._line.send({"is": "event", "what": what, **facts})

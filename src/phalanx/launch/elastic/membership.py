@@ -1,0 +1,374 @@
+"""Who trains together: a state machine of events and actions. Pure: no clock, no process, no socket.
+
+A *generation* is a set of workers that train together, in the order of their ranks. It ends when one of its members dies or
+leaves, or when somebody waits to come in; then every member comes to the meeting, by itself or because its collectives
+fail, and the next generation is formed of those who are there. A worker is known by a number that is never given twice, so
+that one who was given up cannot be taken for its replacement.
+
+    state of a worker      started     arrives     is formed     ends well     ends badly, or is given up
+    STARTING               -           WAITING     -             LEFT          DEAD
+    TRAINING               -           WAITING     -             LEFT          DEAD
+    WAITING                -           WAITING     TRAINING      LEFT          DEAD
+
+    state of the run       when                                          what is done
+    GATHERING              some member, or nobody yet, is at the meeting  members who are late are given up when time is over
+    RUNNING                a generation trains                            whoever comes makes it pause at a step's end
+    ENDING                 a member has finished its training             nobody new is started or let in
+    OVER                   all have ended, or the run was given up        nothing
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+
+class WorkerState(enum.Enum):
+    """Where a worker is; see the module's table."""
+
+    STARTING = enum.auto()
+    TRAINING = enum.auto()
+    WAITING = enum.auto()
+    LEFT = enum.auto()
+    DEAD = enum.auto()
+
+
+class RunState(enum.Enum):
+    """What the run is doing; see the module's table."""
+
+    GATHERING = enum.auto()
+    RUNNING = enum.auto()
+    ENDING = enum.auto()
+    OVER = enum.auto()
+
+
+# -- actions: what the coordinator is to do, in this order ------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Start so many workers."""
+
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """End a worker for good: whatever it does from now on must reach nobody."""
+
+    worker: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """Let the members come to the meeting when they have ended the step they are in."""
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """These workers, in the order of their ranks, are the next generation."""
+
+    generation: int
+    members: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Dismiss:
+    """A worker at the meeting is not needed any more; it ends well."""
+
+    worker: int
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    """The run cannot go on."""
+
+    why: str
+
+
+Action = Start | Kill | Pause | Form | Dismiss | GiveUp
+_LIVE = (WorkerState.STARTING, WorkerState.TRAINING, WorkerState.WAITING)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How few workers may train, how many there are at first and to be replaced, and how many there may ever be."""
+
+    fewest: int
+    wanted: int
+    most: int
+    meeting_s: float = 60.0
+    """How long the meeting waits for a member that is alive, before it is given up."""
+    start_s: float = 300.0
+    """How long it waits for workers that are starting: at first for all, later only if too few are there to train."""
+    fruitless: int = 3
+    """So many generations in a row without a committed step end the run: the fault is the program's, not a worker's. After
+    so many workers in a row that end before they come to the meeting, no more are started."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.fewest <= self.wanted <= self.most:
+            raise ValueError(f"needs 1 <= fewest <= wanted <= most, got {self.fewest}, {self.wanted}, {self.most}")
+
+
+@dataclass
+class Membership:
+    """The state machine. Each event is a method that returns what is to be done."""
+
+    limits: Limits
+    state: RunState = RunState.GATHERING
+    generation: int = 0
+    members: tuple[int, ...] = ()
+    workers: dict[int, WorkerState] = field(default_factory=dict)
+    wanted: int = 0
+    _leaving: set[int] = field(default_factory=set)
+    _late_at: float | None = None  # when members who have not come to the meeting are given up
+    _start_at: float | None = None  # when workers that are starting are not waited for any more
+    _fruitless: int = 0
+    _is_paused: bool = False
+    _asked: int = 0  # workers asked for that have not been started yet
+    _stillborn: int = 0  # in a row, workers that ended before they came to the meeting
+
+    def __post_init__(self) -> None:
+        self.wanted = self.limits.wanted
+
+    # -- events --------------------------------------------------------------------------------
+
+    def begin(self, now: float) -> list[Action]:
+        """The run begins."""
+        self._start_at = now + self.limits.start_s
+        return self._replace()
+
+    def started(self, worker: int, now: float) -> list[Action]:
+        """A worker's process is there."""
+        assert worker not in self.workers, "numbers are not given twice"
+        self.workers[worker] = WorkerState.STARTING
+        self._asked = max(0, self._asked - 1)
+        if self.state in (RunState.ENDING, RunState.OVER):
+            return self._kill(worker, "the training has ended")
+        return []
+
+    def could_not_start(self, why: str, now: float) -> list[Action]:
+        """A worker that was asked for cannot be had."""
+        self._asked = max(0, self._asked - 1)
+        if self.state in (RunState.ENDING, RunState.OVER):
+            return []
+        if len(self._staying()) + self._asked < self.limits.fewest:
+            return self._give_up(f"a worker could not be started: {why}")
+        return self._consider(now)  # another attempt to start one would fail as this one did
+
+    def arrived(self, worker: int, now: float, silent: Iterable[int] = ()) -> list[Action]:
+        """A worker is at the meeting. `silent`: members that it has waited for in vain."""
+        if self.workers.get(worker) not in _LIVE:
+            return [Kill(worker, "it had been given up")]
+        self.workers[worker] = WorkerState.WAITING
+        self._stillborn = 0
+        actions: list[Action] = []
+        for other in silent:
+            # Several may blame one another; one who has come to the meeting is not silent.
+            if self.workers.get(other) is WorkerState.TRAINING and other in self.members:
+                actions += self._kill(other, f"it did not answer for the time limit; worker {worker} waited for it")
+        if worker in self.members and self.state is RunState.RUNNING:
+            self.state = RunState.GATHERING
+        return actions + self._settle(now)
+
+    def ended(self, worker: int, well: bool, now: float) -> list[Action]:
+        """A worker's process has ended."""
+        if self.workers.get(worker) not in _LIVE:
+            return self._settle(now)  # by our own hand
+        before, was_member = self.workers[worker], worker in self.members
+        self._stillborn += before is WorkerState.STARTING
+        self.workers[worker] = WorkerState.LEFT if well else WorkerState.DEAD
+        if well and was_member and before is WorkerState.TRAINING and self.state is not RunState.OVER:
+            # It has come to the end of the program, as the others will. One at the meeting has not: it was told to end.
+            self.state = RunState.ENDING
+        elif was_member and self.state is RunState.RUNNING:
+            self.state = RunState.GATHERING
+        self._leaving.discard(worker)
+        return self._settle(now)
+
+    def committed(self, now: float) -> list[Action]:
+        """The generation has completed a step."""
+        self._fruitless = 0
+        return []
+
+    def scale(self, wanted: int, now: float) -> list[Action]:
+        """Train with so many from now on."""
+        self.wanted = min(max(wanted, self.limits.fewest), self.limits.most)
+        staying = self._staying()
+        there = [worker for worker in self.members if worker in staying]
+        self._leaving.update(there[self.wanted :])
+        return self._settle(now)
+
+    def wants_to_leave(self, worker: int, now: float) -> list[Action]:
+        """A worker is to end after the step it is in, and is not to be replaced."""
+        staying = self._staying()
+        if worker in staying and len(staying) > self.limits.fewest:
+            self._leaving.add(worker)
+            self.wanted = max(self.limits.fewest, self.wanted - 1)
+        return self._settle(now)
+
+    def tick(self, now: float) -> list[Action]:
+        """Time has passed."""
+        actions: list[Action] = []
+        if self._late_at is not None and now >= self._late_at:
+            self._late_at = None  # set again below if those who train are still all in the midst of a step
+            if self._waiting():
+                for worker in self._training():
+                    actions += self._kill(worker, f"it did not come to the meeting within {self.limits.meeting_s:.0f} s")
+        if self._start_at is not None and now >= self._start_at:
+            there = len(self._waiting())
+            if there < self.limits.fewest:
+                return self._give_up(
+                    f"{there} workers are there, and no more came within {self.limits.start_s:.0f} s; at least "
+                    f"{self.limits.fewest} are needed"
+                )
+            return actions + self._settle(now, is_time_over=True)
+        return actions + self._settle(now)
+
+    @property
+    def deadline(self) -> float | None:
+        """When `tick` is due."""
+        return min((at for at in (self._late_at, self._start_at) if at is not None), default=None)
+
+    # -- decisions -----------------------------------------------------------------------------
+
+    def _live(self) -> list[int]:
+        return [worker for worker, state in self.workers.items() if state in _LIVE]
+
+    def _staying(self) -> list[int]:
+        return [worker for worker in self._live() if worker not in self._leaving]
+
+    def _training(self) -> list[int]:
+        """Members that have not come to the meeting yet."""
+        return [worker for worker in self.members if self.workers[worker] is WorkerState.TRAINING]
+
+    def _waiting(self) -> list[int]:
+        """At the meeting: members first, by their ranks, then the others as they were started."""
+        waiting = [worker for worker, state in self.workers.items() if state is WorkerState.WAITING]
+        place = {worker: number for number, worker in enumerate(self.members)}
+        return sorted(waiting, key=lambda worker: (place.get(worker, len(place)), worker))
+
+    def _kill(self, worker: int, why: str) -> list[Action]:
+        self.workers[worker] = WorkerState.DEAD
+        return [Kill(worker, why)]
+
+    def _dismiss(self, worker: int) -> Action:
+        self.workers[worker] = WorkerState.LEFT
+        return Dismiss(worker)
+
+    def _replace(self) -> list[Action]:
+        """Ask for workers where there are fewer than wanted."""
+        if self.state in (RunState.ENDING, RunState.OVER):
+            return []
+        staying = self._staying()
+        if self._stillborn >= self.limits.fruitless:
+            # Another one would end in the same way. Those who train go on without.
+            if len(staying) + self._asked >= self.limits.fewest:
+                return []
+            return self._give_up(f"{self._stillborn} workers in a row ended before they came to train: see what they said")
+        missing = self.wanted - len(staying) - self._asked
+        if missing <= 0:
+            return []
+        self._asked += missing
+        return [Start(missing)]
+
+    def _settle(self, now: float, is_time_over: bool = False) -> list[Action]:
+        """What follows from who is there now."""
+        # Asked first: a run is not given up while somebody may still come. Done last: to start a process takes a while.
+        asked = self._replace()
+        considered = self._consider(now, is_time_over)
+        return considered + [one for one in asked if self.state is not RunState.OVER or not isinstance(one, Start)]
+
+    def _consider(self, now: float, is_time_over: bool = False) -> list[Action]:
+        """Form the next generation if everybody is there who must be; else ask for a pause if somebody waits."""
+        if self.state is RunState.OVER:
+            return []
+        actions = self._dismiss_spare()
+        if self.state is RunState.RUNNING:
+            actions += self._ask_to_pause()
+        elif not self._training():
+            actions += self._end() if self.state is RunState.ENDING else self._gather(is_time_over)
+        self._set_deadlines(now)
+        return actions
+
+    def _set_deadlines(self, now: float) -> None:
+        """Whoever is waited for is waited for so long, from when the waiting began."""
+        gathering, late = self.state is RunState.GATHERING, bool(self._training())
+        # At the end some may train for as long as they like, for whom nobody waits: they save, or evaluate.
+        if late and (gathering or (self.state is RunState.ENDING and self._waiting())):
+            self._late_at = now + self.limits.meeting_s if self._late_at is None else self._late_at
+        else:
+            self._late_at = None
+        if gathering and not late:
+            self._start_at = now + self.limits.start_s if self._start_at is None else self._start_at
+        else:
+            self._start_at = None
+
+    def _dismiss_spare(self) -> list[Action]:
+        """Let those go who are at the meeting and not needed: they leave, or there is no place for them."""
+        if self.state is RunState.ENDING:
+            return []  # whoever was a member has to come to its end
+        actions = [self._dismiss(worker) for worker in self._waiting() if worker in self._leaving]
+        # Members first: a newcomer does not take the place of one who has only not come to the meeting yet.
+        staying = [worker for worker in self.members if self.workers[worker] in _LIVE and worker not in self._leaving]
+        newcomers = [worker for worker in self._waiting() if worker not in self.members]
+        for worker in newcomers[max(0, self.wanted - len(staying)) :]:
+            actions.append(self._dismiss(worker))
+        return actions
+
+    def _ask_to_pause(self) -> list[Action]:
+        if (self._waiting() or self._leaving & set(self.members)) and not self._is_paused:
+            self._is_paused = True
+            return [Pause()]
+        return []
+
+    def _gather(self, is_time_over: bool) -> list[Action]:
+        there = self._waiting()
+        comes = self._asked + sum(state is WorkerState.STARTING for state in self.workers.values())
+        # At first all that were asked for are waited for: a run is not begun by whoever is first.
+        needed = self.wanted if self.generation == 0 and comes and not is_time_over else self.limits.fewest
+        if len(there) < needed:
+            return [] if comes else self._give_up(f"{len(there)} workers are left, at least {self.limits.fewest} are needed")
+        if self._fruitless >= self.limits.fruitless:
+            return self._give_up(
+                f"{self._fruitless} attempts in a row ended without a completed step: the program fails, not its workers"
+            )
+        return [self._form(there)]
+
+    def _form(self, members: list[int]) -> Form:
+        self.generation += 1
+        self.members = tuple(members)
+        for worker in members:
+            self.workers[worker] = WorkerState.TRAINING
+        self.state, self._is_paused = RunState.RUNNING, False
+        self._fruitless += 1  # until it has shown that it can make a step
+        return Form(self.generation, self.members)
+
+    def _end(self) -> list[Action]:
+        """Nobody trains any more, and somebody has finished: those who wait finish what is left; then the run is over."""
+        there = [w for w in self._waiting() if w in self.members]
+        actions: list[Action] = []
+        for worker in self._live():
+            if worker not in there and self.workers[worker] is not WorkerState.TRAINING:
+                # A newcomer would have nothing to do.
+                actions += self._kill(worker, "the training has ended")
+        if not there:
+            self.state = RunState.OVER
+            return actions
+        if self._fruitless >= self.limits.fruitless:
+            return actions + self._give_up("those who were left did not come to the end of the program")
+        form = self._form(there)
+        self.state = RunState.ENDING
+        return [*actions, form]
+
+    def _give_up(self, why: str) -> list[Action]:
+        self.state, self._late_at, self._start_at = RunState.OVER, None, None
+        killed: list[Action] = []
+        for worker in self._live():
+            killed += self._kill(worker, "the run was given up")
+        return [GiveUp(why), *killed]
+
+
+Handler = Callable[[Action], None]

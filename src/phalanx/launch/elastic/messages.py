@@ -1,0 +1,79 @@
+"""What workers and their coordinator tell each other: one JSON object per line, over a socket that has no name.
+
+    a worker says                                          when
+    {"is": "arrived", "generation", "silent", "why"}       it is at the meeting, after that generation (0: never in one)
+    {"is": "committed", "version"}                         rank 0, once per generation: it gets on
+    {"is": "pausing", "at"}                                rank 0, asked to pause: the others are to pause there too
+    {"is": "event", "what", …}                             something that the run's record should have
+    {"is": "leaving"}                                      it was asked to leave, by a signal
+
+    the coordinator says
+    {"is": "form", "generation", "rank", "members", "store", "images", "before", "members_before", "version",
+     "has_committed"}
+    {"is": "pause"}                                        to rank 0: choose a version to pause at
+    {"is": "pause", "at"}                                  to the others: come to the meeting when that version is committed
+    {"is": "dismiss"}                                      end well
+
+Must not know what is done about it.
+"""
+
+from __future__ import annotations
+
+import json
+import select
+import socket
+from typing import Any
+
+_CHUNK = 65536
+
+
+class Line:
+    """One end of the socket. Owned by whoever made it; not for several threads."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+        self._socket.setblocking(False)
+        self._received = bytearray()
+        self._messages: list[dict[str, Any]] = []
+        self.is_closed = False
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Say something; nothing happens if the other end is gone, which `receive` tells."""
+        data = memoryview(json.dumps(message).encode() + b"\n")
+        while data:
+            try:
+                data = data[self._socket.send(data) :]
+            except BlockingIOError:
+                select.select([], [self._socket], [], 1.0)
+            except OSError:
+                self.is_closed = True
+                return
+
+    def receive(self, wait_s: float | None = 0.0) -> dict[str, Any] | None:
+        """The next message; None if none has come within `wait_s`, or the other end is gone."""
+        while not self._messages and not self.is_closed:
+            if wait_s != 0.0 and not select.select([self._socket], [], [], wait_s)[0]:
+                return None
+            try:
+                data = self._socket.recv(_CHUNK)
+            except (BlockingIOError, InterruptedError):
+                return None
+            except OSError:
+                data = b""
+            if not data:
+                self.is_closed = True
+                return None
+            self._received += data
+            *lines, rest = self._received.split(b"\n")
+            self._received = bytearray(rest)
+            self._messages += [json.loads(line) for line in lines]
+            if self._messages or wait_s == 0.0:
+                break
+        return self._messages.pop(0) if self._messages else None
+
+    def close(self) -> None:
+        self.is_closed = True
+        self._socket.close()
