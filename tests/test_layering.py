@@ -43,10 +43,10 @@ LAYERS = [
     "remote",
     "compile",
     "checkpoint",
-    "elastic",
     "swap",
     "data",
     "launch",
+    "elastic",
     "observe",
     "integrations",
     "cli",
@@ -70,7 +70,10 @@ FORBIDDEN = (
 ALLOWED = {"ddp.like_torch.base": ("torch.nn.parallel.DistributedDataParallel",)}
 
 # Pure code decides and touches nothing: no group, no thread, no process, no socket.
-PURE = ("plan", "compile.split", "checkpoint.reshard", "checkpoint.storage.manifest")
+PURE = (
+    *("plan", "compile.split", "checkpoint.reshard", "checkpoint.storage.manifest"),
+    *("elastic.decision", "launch.elastic.membership"),
+)
 IMPURE = (
     "torch.distributed",
     "torch.multiprocessing",

@@ -25,6 +25,7 @@ PUBLIC_NAMES: list[str] = [
     "ZeroRedundancyOptimizer",
     "compile",
     "data",
+    "elastic",
     "init",
     "install",
     "observe",

@@ -1,0 +1,65 @@
+"""Cases drawn at random: program × optimizer × fault × moment × backend, the same for a seed every time."""
+
+from __future__ import annotations
+
+import random
+
+from tests.elastic.cases import Case
+from tests.elastic.program import Plan
+
+OPTIMIZERS = ("plain", "plain", "zero", "overlap", "late", "stage2", "two", "inside")
+MODELS = ("plain", "plain", "plain", "norm", "low", "hook:half", "hook:powersgd", "hook:int8")
+# How often each is drawn. Stopping costs the time limit.
+FAULTS = {"kill": 8, "raise": 3, "exit": 2, "end": 2, "stop": 1}
+IN_STEP = ("batch", "forward", "backward", "reduced", "stepped")
+INSIDE = ("write", "read", "keep", "give", "meet", "rejoin", "part", "barrier", "renew")
+OUTSIDE = ("start", "joined", "wrapped", "ready", "over")
+
+
+def draw(seed: int) -> Case:
+    """The case of a seed."""
+    chance = random.Random(seed)
+    optimizer = chance.choice(OPTIMIZERS)
+    model = chance.choice(MODELS)
+    if optimizer not in ("plain", "zero") and model.startswith("hook"):
+        model = "plain"  # a hook and an update in backward exclude each other
+    if optimizer == "inside" and model == "low":
+        model = "plain"
+    num_faults = chance.choice((1, 1, 2))
+    has_loader = chance.random() < 0.85
+    faults = tuple(_draw_fault(chance, number) for number in range(num_faults))
+    stops = any(fault[0] == "stop" for fault in faults)
+    plan = Plan(
+        optimizer=optimizer,
+        model=model,
+        backend=chance.choice((None, None, None, "gloo")),
+        # The program without a loader commits every batch; the reference does not know buffers under no_sync.
+        accumulate=chance.choice((1, 1, 1, 2)) if has_loader and optimizer != "inside" and model != "norm" else 1,
+        has_loader=has_loader,
+        # Batch normalisation refuses a batch of one, which a rest can be.
+        samples=144 if model == "norm" else chance.choice((90, 150, 151)),
+        timeout_s=2.0 if stops else 20.0,
+        faults=faults,
+    )
+    # One of those who hold the state must be left, whoever is hit.
+    wanted = 3 if num_faults == 2 else chance.choice((2, 3))
+    outside: list[tuple[str, float, int]] = []
+    if num_faults == 1 and wanted == 3 and chance.random() < 0.5:
+        what = chance.choice(("SIGKILL", "SIGKILL", "scale 2", "scale 4"))
+        outside.append((what, round(chance.uniform(0, 0.3), 3), chance.randrange(3)))
+    return Case(plan, 1, wanted, 4, tuple(outside), limit_s=60.0, must_fire=False)
+
+
+def _draw_fault(chance: random.Random, number: int) -> tuple[str, str, int, int]:
+    what = chance.choices(list(FAULTS), list(FAULTS.values()))[0]
+    kind = chance.random()
+    if kind < 0.5:
+        moment = chance.choice(IN_STEP)
+    elif kind < 0.92:
+        moment = chance.choice(INSIDE) + chance.choice("<>")
+    else:
+        moment = chance.choice(OUTSIDE)
+    if what == "stop" and (number or moment in OUTSIDE):
+        # One that stops when nobody waits for it is not noticed; one that never starts costs the time for starting.
+        what = "kill"
+    return what, moment, chance.choice((0, 1, 2, -1)), chance.randrange(8)

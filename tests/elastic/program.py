@@ -1,0 +1,287 @@
+"""One rank's program of an elastic run, as a user would write it, that writes down what it does and suffers a fault.
+
+A record per batch, before it is used: step, generation, rank, world, samples, what they count, a random number that goes
+into the loss. What is written last of a step is what was committed. From the records `reference` computes the run again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import phalanx
+from phalanx.elastic.training import Training
+from phalanx.elastic.transaction import Transaction
+from phalanx.launch.elastic.member import Member
+from phalanx.launch.worker import Worker
+
+WIDTH = 24
+FAULTS = ("kill", "stop", "raise", "exit", "end")
+
+
+class InjectedError(Exception):
+    """What a victim raises."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is trained, how, and what goes wrong: `faults` are (what, moment, rank, step)."""
+
+    optimizer: str = "plain"  # zero, overlap, late (overlapped, stepped by step()), stage2, two, inside
+    model: str = "plain"  # norm (buffers), low (mixed precision), hook:NAME
+    backend: str | None = None
+    accumulate: int = 1
+    has_loader: bool = True
+    samples: int = 150
+    batch: int = 4
+    epochs: int = 2
+    timeout_s: float = 20.0
+    pause_s: float = 0.003
+    faults: tuple[tuple[str, str, int, int], ...] = ()
+
+
+def make_net(plan: Plan) -> nn.Module:
+    """In double precision, so that a step too many or too few is told from rounding."""
+    torch.manual_seed(1)
+    # Wide enough for several buckets.
+    layers: list[nn.Module] = [nn.Linear(WIDTH, 4 * WIDTH), nn.ReLU(), nn.Linear(4 * WIDTH, WIDTH)]
+    if plan.model == "norm":
+        layers.insert(1, nn.BatchNorm1d(4 * WIDTH))
+    net = nn.Sequential(*layers)
+    return net if plan.model == "low" else net.double()
+
+
+def make_data(plan: Plan) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(2)
+    dtype = torch.float32 if plan.model == "low" else torch.float64
+    return torch.randn(plan.samples, WIDTH, generator=generator, dtype=dtype)
+
+
+def checksum(params: list[nn.Parameter]) -> float:
+    """Tells a step from the one before."""
+    return float(sum(param.detach().double().sum() for param in params))
+
+
+def loss_of(net: Any, batch: torch.Tensor, noise: float) -> torch.Tensor:
+    return ((net(batch) - batch) * (1 + noise)).square().mean()
+
+
+def make_optimizer(plan: Plan, params: list[nn.Parameter], sharded: bool) -> Any:
+    """The optimizers, plain ones for the reference."""
+    if plan.optimizer == "two":
+        return {"first": torch.optim.Adam(params[:2], lr=3e-3), "second": torch.optim.SGD(params[2:], lr=1e-2, momentum=0.9)}
+    if plan.optimizer == "inside" and sharded:
+        return phalanx.optim.apply_in_backward(torch.optim.AdamW, params, lr=3e-3)
+    if not sharded or plan.optimizer == "plain":
+        return torch.optim.AdamW(params, lr=3e-3)
+    overlapped = plan.optimizer in ("overlap", "late", "stage2")
+    return phalanx.ZeroRedundancyOptimizer(
+        params,
+        torch.optim.AdamW,
+        lr=3e-3,
+        overlap_with_ddp=overlapped,
+        **({"step_in_backward": plan.optimizer == "overlap"} if overlapped else {}),
+        stage=2 if plan.optimizer == "stage2" else 1,
+    )
+
+
+def make_scheduler(plan: Plan, optimizer: Any) -> Any:
+    if plan.optimizer == "inside":
+        return None  # it has an optimizer per parameter
+    first = optimizer["first"] if isinstance(optimizer, dict) else optimizer
+    return torch.optim.lr_scheduler.StepLR(first, 5, gamma=0.9)
+
+
+class Position:
+    """Where a program without a loader is: how many samples were used."""
+
+    def __init__(self) -> None:
+        self.used = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"used": self.used}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.used = state["used"]
+
+
+class Faults:
+    """Each happens once in the whole run, to the first worker that is at its rank, step and moment."""
+
+    def __init__(self, plan: Plan, folder: str) -> None:
+        self._plan, self._folder = plan, folder
+        self.worker: Worker | None = None
+        self.training: Training | None = None
+
+    def at(self, moment: str, rank: int | None = None) -> None:
+        if rank is None:
+            rank = -1 if self.worker is None else self.worker.rank
+        step = 0 if self.training is None else self.training.step
+        for number, (what, when, whose, since) in enumerate(self._plan.faults):
+            if when == moment and whose in (rank, -1) and step >= since:
+                # The one before has happened: "twice in a row" is an order.
+                if number and not os.path.exists(f"{self._folder}/fault-{number - 1}"):
+                    continue
+                with contextlib.suppress(FileExistsError):
+                    descriptor = os.open(f"{self._folder}/fault-{number}", os.O_CREAT | os.O_EXCL | os.O_WRONLY)
+                    os.write(descriptor, json.dumps([time.monotonic(), os.getpid()]).encode())
+                    os.close(descriptor)
+                    happen(what)
+
+
+def happen(what: str) -> None:
+    """The fault itself."""
+    if what == "raise":
+        raise InjectedError("the injected words")
+    if what == "exit":
+        sys.exit(3)
+    if what == "end":
+        os._exit(4)
+    os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[what])
+
+
+def _around(owner: Any, name: str, faults: Faults, before: str, after: str) -> None:
+    real = getattr(owner, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        faults.at(before)
+        result = real(*args, **kwargs)
+        faults.at(after)
+        return result
+
+    setattr(owner, name, call)
+
+
+def _arm(faults: Faults) -> None:
+    """Moments that are inside of phalanx."""
+    for owner, name, moment in (
+        (Transaction, "write", "write"),
+        (Transaction, "read", "read"),
+        (Transaction, "keep", "keep"),
+        (Transaction, "give", "give"),
+        (Member, "meet", "meet"),
+        (Worker, "rejoin", "rejoin"),
+        (Worker, "part", "part"),
+        (Worker, "barrier", "barrier"),
+        (Training, "_renew", "renew"),
+    ):
+        _around(owner, name, faults, f"{moment}<", f"{moment}>")
+
+
+def train(plan: Plan, folder: str, number: int) -> None:
+    """The program."""
+    faults = Faults(plan, folder)
+    if plan.faults:
+        _arm(faults)
+        faults.at("start", number)
+    worker = faults.worker = phalanx.init(plan.backend, timeout_s=plan.timeout_s)
+    faults.at("joined")
+    record = os.open(f"{folder}/records-{number}", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    precision = phalanx.MixedPrecision(torch.bfloat16, torch.bfloat16) if plan.model == "low" else None
+    model = phalanx.DistributedDataParallel(make_net(plan), bucket_cap_mb=0.01, mixed_precision=precision)
+    if plan.model.startswith("hook:"):
+        _register(model, plan.model.removeprefix("hook:"))
+    faults.at("wrapped")
+    params = list(model.parameters())
+    optimizer = make_optimizer(plan, params, True)
+    scheduler = make_scheduler(plan, optimizer)
+    data = make_data(plan)
+    params[0].register_hook(lambda _: faults.at("backward"))
+    torch.manual_seed(100 + number)
+
+    loader = worker.loader(_dataloader(plan, data), model) if plan.has_loader else None
+    position = Position()
+    faults.at("ready")
+
+    @phalanx.elastic.run(model, optimizer, scheduler, loader, None if plan.has_loader else {"position": position})
+    def steps(training: Training) -> None:
+        faults.training = training
+        micro = 0
+        for batch, ids, count in _batches(plan, training, worker, loader, position, data):
+            noise = float(torch.rand(()))
+            formed = worker.member.formed.generation if worker.member and worker.member.formed else 0
+            note = {"step": training.step + 1, "generation": formed, "rank": worker.rank, "world": worker.world}
+            note |= {"micro": micro, "worker": number, "ids": ids, "count": count, "noise": noise}
+            note |= {"epoch": loader.epoch if loader else 0, "at": time.monotonic()}
+            note |= {"before": checksum(params)}
+            os.write(record, json.dumps(note).encode() + b"\n")
+            faults.at("batch")
+            is_last = micro + 1 == plan.accumulate
+            with contextlib.nullcontext() if is_last else model.no_sync():
+                loss = loss_of(model, batch, noise) / plan.accumulate
+                faults.at("forward")
+                loss.backward()
+            faults.at("reduced")
+            if is_last:
+                for one in _steppers(plan, optimizer):
+                    one.step()
+                    faults.at("stepped")
+                    one.zero_grad()
+                if scheduler is not None:
+                    scheduler.step()
+            micro = (micro + 1) % plan.accumulate
+            time.sleep(plan.pause_s)
+
+    steps()
+    faults.at("over")
+    assert faults.training is not None
+    state = {name: hashlib.sha256(value.numpy().tobytes()).hexdigest() for name, value in model.module.state_dict().items()}
+    rates = None if scheduler is None else scheduler.get_last_lr()
+    result = {"step": faults.training.step, "digests": state, "rank": worker.rank, "lr": rates}
+    torch.save(model.module.state_dict(), f"{folder}/model-{number}")
+    with open(f"{folder}/result-{number}", "w") as file:
+        json.dump(result, file)
+
+
+def _steppers(plan: Plan, optimizer: Any) -> list[Any]:
+    if plan.optimizer == "inside":
+        return []
+    return list(optimizer.values()) if isinstance(optimizer, dict) else [optimizer]
+
+
+def _dataloader(plan: Plan, data: torch.Tensor) -> DataLoader[Any]:
+    return DataLoader(TensorDataset(data, torch.arange(plan.samples)), batch_size=plan.batch, shuffle=True)
+
+
+def _batches(
+    plan: Plan, training: Training, worker: Worker, loader: Any, position: Position, data: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, list[int], float]]:
+    if loader is not None:
+        for _ in training.epochs(plan.epochs):
+            for batch, ids in loader:
+                yield batch, ids.tolist(), loader.count
+        return
+    while position.used < plan.samples:
+        # What is left over of the world's batches goes to rank 0 alone, with what the others have already.
+        start = position.used + worker.rank * plan.batch
+        ids = [number % plan.samples for number in range(start, start + plan.batch)]
+        yield data[ids], ids, float(plan.batch)
+        position.used += worker.world * plan.batch
+        training.commit()
+
+
+def _register(model: Any, name: str) -> None:
+    hooks = phalanx.comm.hooks
+    if name == "powersgd":
+        state = hooks.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=3)
+        model.register_comm_hook(state, hooks.powerSGD_hook)
+    elif name == "half":
+        model.register_comm_hook(None, hooks.fp16_compress_hook)
+    else:
+        model.register_comm_hook(hooks.Int8State(), hooks.int8_hook)
+
+
+def as_json(plan: Plan) -> str:
+    return json.dumps(asdict(plan))

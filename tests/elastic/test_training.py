@@ -1,0 +1,57 @@
+"""Elastic runs through faults, each computed again from what its ranks wrote down (see `cases`, `reference`)."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.process import SEARCH_PATH
+from tests.elastic.cases import Case
+from tests.elastic.program import Plan
+
+pytestmark = pytest.mark.timeout(180)
+
+
+def _one(moment: str, rank: int, step: int = 4, what: str = "kill") -> tuple[tuple[str, str, int, int], ...]:
+    return ((what, moment, rank, step),)
+
+
+HELD = {
+    "no fault": Case(Plan()),
+    "rank 0 in backward": Case(Plan(faults=_one("backward", 0))),
+    "after the step": Case(Plan(faults=_one("stepped", 1))),
+    "buffers": Case(Plan(model="norm", faults=_one("stepped", 0, 3))),
+    "mixed precision": Case(Plan(model="low", faults=_one("forward", 1, 3))),
+    "powersgd": Case(Plan(model="hook:powersgd", faults=_one("forward", 1, 3))),
+    "int8": Case(Plan(model="hook:int8", faults=_one("backward", 1, 3))),
+    "accumulation": Case(Plan(accumulate=2, faults=_one("backward", 1, 3))),
+    "without a loader": Case(Plan(has_loader=False, faults=_one("stepped", 0, 3))),
+    "before the first step": Case(Plan(faults=_one("ready", 1, 0))),
+}
+WRITTEN = {
+    "zero": Case(Plan(optimizer="zero", faults=_one("backward", 2, 5))),
+    "zero, committing": Case(Plan(optimizer="zero", faults=_one("write>", 1, 5))),
+    "overlapped": Case(Plan(optimizer="overlap", faults=_one("backward", 0))),
+    "stepped by step()": Case(Plan(optimizer="late", faults=_one("backward", 2))),
+    "stage 2": Case(Plan(optimizer="stage2", faults=_one("write>", 0))),
+    "two optimizers": Case(Plan(optimizer="two", faults=_one("backward", 1, 5))),
+    "raise": Case(Plan(optimizer="zero", faults=_one("forward", 1, 4, "raise"))),
+}
+
+
+@pytest.mark.parametrize("cases", [HELD, WRITTEN], ids=["held", "written"])
+def test_runs_through_faults_come_to_what_their_steps_give(cases: dict[str, Case], tmp_path: Path) -> None:
+    environ = {**os.environ, "PYTHONPATH": SEARCH_PATH, "OMP_NUM_THREADS": "1"}
+    text = json.dumps([asdict(case) for case in cases.values()])
+    command = [sys.executable, "-m", "tests.elastic.cases", str(tmp_path / "runs")]
+    done = subprocess.run(command, input=text, env=environ, capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0, done.stderr[-3000:]
+    outcomes = dict(zip(cases, map(json.loads, done.stdout.splitlines()), strict=True))
+    failed = {name: outcome["error"] for name, outcome in outcomes.items() if outcome["error"]}
+    assert not failed, failed
