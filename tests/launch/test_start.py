@@ -321,6 +321,17 @@ def test_a_starter_that_falls_silent_leaves_nothing_half_started(tmp_path: Path,
     starter.close()
 
 
+def test_the_worker_that_was_forked_last_outlives_the_starter(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import time; time.sleep(0.5)")
+    starter, environ = starter_and()
+    with signals_blocked():
+        child = starter.start(Order((str(script),), {**environ, "PHALANX_AGENT_PID": str(os.getpid())}, stdout=1, stderr=2))
+        # At once, while the worker may not have left the starter's process group yet.
+        starter.close()
+    assert wait_for_end([child], 30.0) and child.exitcode == 0
+
+
 def test_where_children_are_not_handed_over_workers_are_started_plainly(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

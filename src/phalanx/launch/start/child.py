@@ -44,6 +44,13 @@ class Child:
                 # It has not come as far as leading a group.
                 os.kill(self.pid, number)
 
+    def kill_alone(self) -> None:
+        """End it now, and nothing that may still be in its group, and reap it."""
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(self.pid, signal.SIGKILL)
+            wait_for_end([self], 10.0)
+
     def kill(self) -> None:
         """End it and its group now, and reap it."""
         self.tell(signal.SIGKILL)

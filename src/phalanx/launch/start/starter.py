@@ -149,7 +149,8 @@ class Starter:
         """End it. What it started goes on. Closing twice is harmless."""
         self.fault = self.fault or "it was closed"
         self._connection.close()
-        self._child.kill()
+        # Alone: the worker that it forked last is in its process group until it has made a session of its own.
+        self._child.kill_alone()
 
     def _adopted(self, pid: int) -> Child:
         try:
@@ -197,7 +198,7 @@ class Starter:
 
     def _end_half_started(self, known: set[int]) -> None:
         """It fell silent in the middle: end it, and a worker that it may have forked without telling."""
-        self._child.kill()
+        self._child.kill_alone()
         for pid in child_pids() - known:
             Child(pid).kill()
 
