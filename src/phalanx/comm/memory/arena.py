@@ -134,14 +134,24 @@ class Arena(MappedFile):
         """Let go of the descriptor. Tensors handed out, and what peers have mapped, stay valid."""
         self._closer()
 
+    def trim(self) -> None:
+        """Give the kernel the pages of what has been freed. They come back when they are needed."""
+        if os.getpid() == self._owner_pid:
+            with self._lock:
+                self._collect()
+                self._return_free()
+
+    def _collect(self) -> None:
+        while self._returned:
+            self._give_back(*self._returned.popleft())
+
     def _take(self, num_bytes: int) -> tuple[int, bool]:
         if os.getpid() != self._owner_pid:
             raise CommunicationError(
                 "shared memory of a parent process used after fork. Make process groups in the child itself."
             )
         with self._lock:
-            while self._returned:
-                self._give_back(*self._returned.popleft())
+            self._collect()
             offset = self._free.take(num_bytes)
             if offset is not None:
                 if self._has_holes:

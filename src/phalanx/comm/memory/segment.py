@@ -28,6 +28,13 @@ def process_memory() -> Arena:
         return arena
 
 
+def trim_shared() -> None:
+    """Give back once what is free now: what only the first step needed."""
+    arena = _arena() if _arena is not None else None
+    if arena is not None:
+        arena.trim()
+
+
 def _forget_after_fork() -> None:
     # A child shares its parent's pages, so what it allocated there would overwrite the parent's
     # tensors. It gets an arena of its own; tensors it inherited stay readable.

@@ -23,6 +23,7 @@ import torch
 from ...comm.collectives import Collectives
 from ...comm.failure.folding import users_stacklevel
 from ...comm.memory.heap import trim_heap
+from ...comm.memory.segment import trim_shared
 from ...errors import PhalanxError, ReductionError
 from ...plan import Bucket as PlannedBucket
 from ...plan import BucketPlan
@@ -242,6 +243,9 @@ class Reducer(TorchReducer):
         """A forward runs whose backward is to be reduced, or not."""
         self.recover()
         self.hooks.stay_last()
+        if self.step == 1:
+            # The first plan's buckets, which were in use until its pass had ended. Nothing may be allocated after them.
+            trim_shared()
         return self._arming.forward_began(reduces)
 
     def reached(self, forward: Forward) -> None:
