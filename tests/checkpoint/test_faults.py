@@ -167,7 +167,7 @@ def _kill_for_real(folder: str, world: int, victim: int, operations: int) -> lis
         os.write(memory, image_of(rank, 2))
         script = _WRITER.format(root=str(_ROOT), memory=memory, operations=operations if rank == victim else -1)
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        process = subprocess.Popen([sys.executable, "-I", "-S", "-c", script], pass_fds=(memory,), **pipes)  # type: ignore[call-overload]
+        process = subprocess.Popen([sys.executable, "-I", "-c", script], pass_fds=(memory,), **pipes)  # type: ignore[call-overload]
         os.close(memory)
         running.append(process)
     for rank, process in enumerate(running):

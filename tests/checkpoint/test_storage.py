@@ -108,7 +108,7 @@ def test_a_commit_of_which_a_byte_is_missing_is_none() -> None:
             Commit.from_bytes(text[:length], "it")
 
 
-def test_hashes_of_either_kind_are_verified() -> None:
+def test_hashes_of_every_kind_are_verified() -> None:
     data = bytes(range(256))
     for kind in ("sha256", "blake2b"):
         expected = f"{kind}:{getattr(hashlib, kind)(data).hexdigest()[:32]}"

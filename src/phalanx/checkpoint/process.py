@@ -22,14 +22,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 
 from ..errors import CheckpointError
 from .storage.disk import disk_of, is_remote
-from .storage.writer import DONE, FAILED, WARNING, Job, run_job
+from .storage.writer import DONE, FAILED, WARNING, Job, MappedMemory, run_job
 
 # Stands in for the packages above the writer's, whose own modules would import torch.
 _BOOTSTRAP = """
 import sys, types
+sys.path.append({packages!r})
 for name, folder in (("phalanx", {root!r}), ("phalanx.checkpoint", {root!r} + "/checkpoint")):
     package = sys.modules[name] = types.ModuleType(name)
     package.__path__ = [folder]
@@ -136,7 +138,7 @@ class WriterProcess(Writer):
         super().__init__()
         self._shows = shows
         self._memory = memory
-        # Without site-packages it starts twice as fast; only fsspec needs them.
+        # Without the hooks of site-packages it starts twice as fast; only what fsspec imports may need them.
         self._flags = ["-I"] if is_remote(folder) else ["-I", "-S"]
         self._process: subprocess.Popen[bytes] | None = None
         self._unread = b""
@@ -147,7 +149,8 @@ class WriterProcess(Writer):
             return
         self.close()
         root = str(Path(__file__).resolve().parents[1])
-        script = _BOOTSTRAP.format(root=root, memory=self._memory.descriptor)
+        packages = str(Path(xxhash.__file__).resolve().parents[1])
+        script = _BOOTSTRAP.format(root=root, packages=packages, memory=self._memory.descriptor)
         self._process = subprocess.Popen(
             [sys.executable, *self._flags, "-c", script],
             stdin=subprocess.PIPE,
@@ -220,7 +223,7 @@ class WriterThread(Writer):
     def _send(self, job: Job) -> None:
         disk = disk_of(job.folder, job.options)
         found, save = self._queue, job.manifest.save
-        arguments = (job, self._memory.descriptor, disk, lambda value: found.put({"save": save, **value}))
+        arguments = (job, MappedMemory(self._memory.descriptor), disk, lambda value: found.put({"save": save, **value}))
         self._thread = threading.Thread(target=run_job, args=arguments, name="phalanx-checkpoint", daemon=True)
         self._thread.start()
 

@@ -216,7 +216,7 @@ def _num_bytes(extent: Extent, manifest: Manifest) -> int:
 
 def serve(lines: Iterable[bytes], memory: int, disk_for: Callable[[Job], Disk], handle: int) -> None:
     """Write job after job, from the memory behind the descriptor `memory`, until there are no more lines."""
-    reading = iter(lines)
+    reading, mapping = iter(lines), MappedMemory(memory)
     for header in reading:
         job = Job.from_lines(header, next(reading))
         disk = disk_for(job)
@@ -226,14 +226,28 @@ def serve(lines: Iterable[bytes], memory: int, disk_for: Callable[[Job], Disk], 
             with contextlib.suppress(OSError):  # the training process has died; its checkpoint is written all the same
                 disk.tell(handle, json.dumps({"save": job.manifest.save, **value}).encode() + b"\n")
 
-        run_job(job, memory, disk, report)
+        run_job(job, mapping, disk, report)
 
 
-def run_job(job: Job, memory: int, disk: Disk, report: Report) -> None:
+class MappedMemory:
+    """The training process's memory as the writer sees it: mapped once, and again when it has grown."""
+
+    def __init__(self, memory: int) -> None:
+        self._memory = memory
+        self._pages: mmap.mmap | None = None
+
+    def view(self, size: int) -> memoryview:
+        """Its first `size` bytes; to be released before the next call."""
+        if size and (self._pages is None or len(self._pages) < size):
+            if self._pages is not None:
+                self._pages.close()
+            self._pages = mmap.mmap(self._memory, size, access=mmap.ACCESS_READ)
+        return memoryview(b"") if not size or self._pages is None else memoryview(self._pages)[:size]
+
+
+def run_job(job: Job, mapping: MappedMemory, disk: Disk, report: Report) -> None:
     """One job, whatever comes of it: the last report says committed or failed."""
-    size = job.manifest.num_bytes
-    mapped = mmap.mmap(memory, size, access=mmap.ACCESS_READ) if size else None
-    image = memoryview(mapped if mapped is not None else b"")
+    image = mapping.view(job.manifest.num_bytes)
     try:
         Save(job, image, disk, report).run()
     except Exception as error:  # the boundary of the process: whatever it is, the training process raises it
@@ -244,8 +258,6 @@ def run_job(job: Job, memory: int, disk: Disk, report: Report) -> None:
         report({"state": FAILED, "text": f"{type(error).__name__}: {text}"})
     finally:
         image.release()
-        if mapped is not None:
-            mapped.close()
 
 
 def _show(job: Job, value: dict[str, Any]) -> None:
