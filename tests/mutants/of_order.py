@@ -15,8 +15,8 @@ MUTATIONS = (
     Mutation(
         name="order: a wrapper does not wait for the one before it",
         file=FLIGHT,
-        old="        if ending is not None and any(other.has_early_buckets for other in order.before(ending)):\n",
-        new="        if ending is None:\n",
+        old="        if any(other.has_early_buckets for other in self.reducer.earlier):\n",
+        new="        if self.state is None:\n",
         tests=TESTS,
     ),
     Mutation(
@@ -36,8 +36,8 @@ MUTATIONS = (
     Mutation(
         name="order: a wrapper without gradient begins only at the end",
         file=REDUCER,
-        old="                other.begin_owed()\n",
-        new="                pass\n",
+        old="            other.begin_owed()\n",
+        new="            pass\n",
         tests=TESTS,
     ),
     Mutation(

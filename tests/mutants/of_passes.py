@@ -18,7 +18,7 @@ MUTATIONS = (
     Mutation(
         name="flight: large gradients are packed without the rank's weight",
         file=FLIGHT,
-        old="            bucket.take_one(place, self.strategy.pack_scale * self.shares.mine)\n",
+        old="            bucket.take_one(place, self.strategy.pack_scale * self.shares.on(bucket.device))\n",
         new="            bucket.take_one(place, self.strategy.pack_scale)\n",
         words="weights large",
         tests="tests/ddp/test_weight.py",

@@ -13,7 +13,7 @@ from phalanx.launch.rundir import RunDirectory
 
 
 @click.command("scale", short_help="Let an elastic run go on with more or fewer workers.")
-@click.argument("run", type=click.Path(exists=True, file_okay=False))
+@click.argument("run", type=click.Path(file_okay=False))
 @click.argument("workers", type=click.IntRange(1))
 def command(run: str, workers: int) -> int:
     """Ask the run in folder RUN to go on with WORKERS workers after the step under way.
