@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import time
 import weakref
 from datetime import timedelta
 from typing import Any
@@ -19,6 +20,9 @@ from ..errors import MismatchError
 # How many Checkpointers this process has made on each group; ranks make them in the same order. By the group itself, not its
 # name: a process that leaves a world and joins another starts to count anew, as the others there do.
 _made: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+
+
+_LOOKING_S = 0.1
 
 
 class Agreement:
@@ -44,6 +48,7 @@ class Agreement:
         keys = [f"{self._round}/{rank}" for rank in range(self.world)]
         self._store.set(keys[self.rank], json.dumps({"doing": doing, **value}))
         try:
+            self._look(keys)
             self._store.wait(keys, self._timeout)
         except RuntimeError as error:
             missing = [rank for rank, key in enumerate(keys) if not self._has(key)]
@@ -68,6 +73,14 @@ class Agreement:
                 + ". Every rank has to call the same. Nothing was written or changed."
             )
         return said
+
+    def _look(self, keys: list[str]) -> None:
+        """Wait for a moment by looking: ranks come together almost at once, and a store in a file sleeps 10 ms per look."""
+        assert self._store is not None, "there are others"
+        until, pause_s = time.monotonic() + _LOOKING_S, 1e-4
+        while not self._store.check(keys) and time.monotonic() < until:
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, 2e-3)
 
     def _has(self, key: str) -> bool:
         try:
