@@ -18,7 +18,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
+from torch.utils.hooks import RemovableHandle
 
 from phalanx.comm.failure import gloo_threads, last_words
 from phalanx.comm.failure.board import board_of
@@ -43,6 +45,7 @@ class Worker:
         self, environment: Environment, device: torch.device, backend: str, timeout_s: float | None = None
     ) -> None:
         self._timeout_s = timeout_s
+        self._refusal: RemovableHandle | None = None
         self.rank = environment.rank
         self.world = environment.world
         self.local_rank = environment.local_rank
@@ -66,12 +69,26 @@ class Worker:
             gloo_threads.rest()
             dist.destroy_process_group()
 
+    def refuse_to_train_alone(self) -> None:
+        """Until it has joined the others: a script that trains outside of `phalanx.elastic.run` would never join them."""
+
+        def refuse(*_: Any) -> None:
+            raise ConfigError(
+                "this worker was started to join ranks that train already, and steps an optimizer by itself. Train inside a "
+                "function decorated with phalanx.elastic.run, or start the script without --elastic."
+            )
+
+        self._refusal = register_optimizer_step_pre_hook(refuse)
+
     def rejoin(self, rank: int, world: int, store_path: str) -> None:
         """Join a new group of `world` ranks of this host, as `rank`. Whatever was bound to the old one is the caller's."""
         timeout = None if self._timeout_s is None else timedelta(seconds=self._timeout_s)
         self.rank = self.local_rank = self._exchange.rank = rank
         self.world = self.local_world = self._exchange.world = world
         self._exchange.is_joining = False
+        if self._refusal is not None:
+            self._refusal.remove()
+            self._refusal = None
         names = ("RANK", "LOCAL_RANK"), ("WORLD_SIZE", "LOCAL_WORLD_SIZE")
         for value, variables in zip((rank, world), names, strict=True):
             os.environ.update(dict.fromkeys(variables, str(value)))
@@ -238,6 +255,7 @@ def _init_member(
         dist.init_process_group(chosen, store=dist.HashStore(), rank=0, world_size=1)
         _worker = Worker(Environment("phalanx", 0, 1, 0, 1), place, chosen, timeout_s)
         _worker._exchange.is_joining = True
+        _worker.refuse_to_train_alone()
     else:
         formed = member.meet()
         found = Environment("phalanx", formed.rank, formed.world, formed.rank, formed.world)
