@@ -17,8 +17,8 @@ from phalanx.launch.rundir import RunDirectory
 from phalanx.launch.start.starting import Starting
 from phalanx.launch.supervise.numbering import Round, first_rank, variables
 from phalanx.launch.supervise.policy import AllOrNone, Decision, Ended, Event, HostsChanged, Started
-from phalanx.launch.supervise.supervisor import Crew, Interrupted, Supervisor, signals_raise
-from phalanx.launch.supervise.team import Team
+from phalanx.launch.supervise.supervisor import Crew, Supervisor, signals_raise
+from phalanx.launch.supervise.team import Interrupted, Team
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -31,8 +31,8 @@ from phalanx.launch.resources import threads_for
 from phalanx.launch.rundir import RunDirectory
 from phalanx.launch.start.starting import Starting
 from phalanx.launch.supervise.policy import AllOrNone
-from phalanx.launch.supervise.supervisor import Crew, Interrupted, Supervisor, signals_raise
-from phalanx.launch.supervise.team import Team
+from phalanx.launch.supervise.supervisor import Crew, Supervisor, signals_raise
+from phalanx.launch.supervise.team import Interrupted, Team
 from phalanx.launch.variables import AGENT_PID
 
 

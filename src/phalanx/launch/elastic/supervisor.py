@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import os
 import select
-import signal
 import socket
 import time
 from collections.abc import Callable
@@ -23,7 +22,7 @@ from phalanx.launch.logs import RankLogs
 from phalanx.launch.rendezvous import Rendezvous
 from phalanx.launch.start.order import Order
 from phalanx.launch.supervise.numbering import Round, variables
-from phalanx.launch.supervise.supervisor import Crew, Interrupted, standard_input
+from phalanx.launch.supervise.supervisor import Crew, standard_input
 from phalanx.launch.supervise.team import Team
 
 SCALE_FILE = "scale"
@@ -62,26 +61,18 @@ class ElasticSupervisor:
 
     def run(self, before_start: Callable[[], None] = lambda: None) -> bool:
         """True when those who trained last ended well. Raises Interrupted; the workers have ended then, too."""
-        told = signal.SIGTERM
         try:
-            self._round = self._rendezvous.next_round()
-            before_start()
-            self._logs.begin_attempt()
-            self._coordinator.begin(time.monotonic())
-            self._start()
-            while not self._coordinator.is_over:
-                self._look()
-            return not self._coordinator.failure
-        except Interrupted as interrupted:
-            # They get the signal that we got: an interrupt may mean something else to a script than SIGTERM.
-            told = interrupted.signal
-            raise
+            with self._team.ended_with(self._crew.grace_s):
+                self._round = self._rendezvous.next_round()
+                before_start()
+                self._logs.begin_attempt()
+                self._coordinator.begin(time.monotonic())
+                self._start()
+                while not self._coordinator.is_over:
+                    self._look()
+                return not self._coordinator.failure
         finally:
-            try:
-                self._team.end(told, self._crew.grace_s)
-            finally:
-                self._team.kill()
-                self._coordinator.close()
+            self._coordinator.close()
 
     def _look(self) -> None:
         """Deal with what has happened, or wait for something to."""

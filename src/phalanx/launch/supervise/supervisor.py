@@ -18,18 +18,10 @@ from phalanx.launch.rendezvous import Rendezvous
 from phalanx.launch.start.order import Order
 from phalanx.launch.supervise.numbering import Round, variables
 from phalanx.launch.supervise.policy import Decision, Ended, HostsChanged, Policy, Started
-from phalanx.launch.supervise.team import HANDLED, Team
+from phalanx.launch.supervise.team import HANDLED, Interrupted, Team
 
 # How often other hosts are asked after; the end of a worker is noticed at once.
 _LOOK_S = 0.05
-
-
-class Interrupted(BaseException):
-    """A signal asks this launcher to end. Not an Exception: nothing on the way may take it for a failure of its own."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(signal.Signals(number).name)
-        self.signal = signal.Signals(number)
 
 
 @dataclass(frozen=True)
@@ -58,8 +50,7 @@ class Supervisor:
 
         `before_start` is called in each round once the hosts have met, before workers are started.
         """
-        told = signal.SIGTERM
-        try:
+        with self._team.ended_with(self._crew.grace_s):
             self._begin_round(before_start)
             while (decision := self._next()) is Decision.AGAIN:
                 self._team.end(signal.SIGTERM, self._crew.grace_s)
@@ -67,15 +58,6 @@ class Supervisor:
             if decision is Decision.FINISHED:
                 self._rendezvous.wait_for_others()
             return decision is Decision.FINISHED
-        except Interrupted as interrupted:
-            # They get the signal that we got: an interrupt may mean something else to a script than SIGTERM.
-            told = interrupted.signal
-            raise
-        finally:
-            try:
-                self._team.end(told, self._crew.grace_s)
-            finally:
-                self._team.kill()
 
     @property
     def first_rank(self) -> int:

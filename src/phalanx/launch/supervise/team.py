@@ -19,6 +19,14 @@ HANDLED = tuple(getattr(signal, name) for name in HANDLED_NAMES)
 Start = Callable[[Order], Child]
 
 
+class Interrupted(BaseException):
+    """A signal asks this launcher to end. Not an Exception: nothing on the way may take it for a failure of its own."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.signal = signal.Signals(number)
+
+
 class Team:
     """The workers by their local rank. `end` or `kill` before it is dropped, however things go."""
 
@@ -76,6 +84,22 @@ class Team:
             child.tell(number)
         wait_for_end(self._children.values(), grace_s)
         self.kill()
+
+    @contextlib.contextmanager
+    def ended_with(self, grace_s: float) -> Iterator[None]:
+        """However the block ends, no worker is alive afterwards: they are told to end as we are, given time, then killed."""
+        told = signal.SIGTERM
+        try:
+            yield
+        except Interrupted as interrupted:
+            # They get the signal that we got: an interrupt may mean something else to a script than SIGTERM.
+            told = interrupted.signal
+            raise
+        finally:
+            try:
+                self.end(told, grace_s)
+            finally:
+                self.kill()
 
     def kill(self) -> None:
         """End whatever is left, with what it started. Signals are ignored meanwhile: the second must not save a worker."""
