@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import hashlib
 import json
+import mmap
 import os
 import subprocess
 import sys
@@ -229,6 +232,42 @@ def test_an_unknown_protocol_and_options_that_mean_nothing_are_refused(tmp_path:
 
 
 # -- the writer process ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, 4096, 8192, 8192 + 7])
+@pytest.mark.parametrize("refused", ["nothing", "asking", "writing"])
+def test_what_goes_past_the_page_cache_is_what_was_written(
+    num_bytes: int, refused: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = os.urandom(num_bytes)
+    pages = mmap.mmap(-1, max(1, num_bytes))  # memory as the writer's: blocks go by themselves only from whole pages
+    pages[:num_bytes] = data
+    disk, path = Disk(), str(tmp_path / "data")
+    handle, write, set_flags = disk.create(path), os.write, fcntl.fcntl
+    past = []
+
+    def refusing(handle: int, data: memoryview) -> int:
+        is_direct = bool(set_flags(handle, fcntl.F_GETFL) & os.O_DIRECT)
+        if is_direct and refused == "writing":
+            raise OSError(errno.EINVAL, "injected")
+        written = write(handle, data)
+        past.extend([written] if is_direct else [])
+        return written
+
+    def asked(handle: int, what: int, value: int = 0) -> int:
+        if what == fcntl.F_SETFL and value & os.O_DIRECT and refused == "asking":
+            raise OSError(errno.EINVAL, "injected")
+        return set_flags(handle, what, value)
+
+    monkeypatch.setattr("phalanx.checkpoint.storage.disk.os.write", refusing)
+    monkeypatch.setattr("phalanx.checkpoint.storage.disk.fcntl.fcntl", asked)
+    disk.pass_cache(handle)
+    for begin in range(0, num_bytes, 4096):
+        disk.write(handle, memoryview(pages)[begin : min(begin + 4096, num_bytes)])
+    disk.sync(handle)
+    disk.close(handle)
+    assert (tmp_path / "data").read_bytes() == data
+    assert refused == "nothing" or not past
 
 
 def test_the_writer_does_not_import_torch(tmp_path: Path) -> None:

@@ -105,13 +105,12 @@ class Save:
     def _write(self) -> None:
         disk, manifest = self._disk, self._manifest
         disk.make_folder(self._folder)
-        # Before anything is committed: a folder whose own name is lost in a power cut would take its commit with it.
-        disk.sync_folder(self._job.folder)
-        # Beside the writing: both let go of the interpreter, and hashing alone is about as fast as a good disk.
+        # Beside the writing: both let go of the interpreter, and past the page cache the disk needs no processor.
         with ThreadPoolExecutor(1) as beside:
             digests = beside.submit(_digests, self._image, manifest)
             handle = disk.create(f"{self._folder}/{data_file(manifest.rank)}")
             try:
+                disk.pass_cache(handle)
                 self._write_image(handle)
                 disk.sync(handle)
             finally:
@@ -120,6 +119,8 @@ class Save:
         extents = [replace(extent, digest=one) for extent, one in zip(manifest.extents, found, strict=True)]
         whole = replace(manifest, extents=extents)
         disk.publish(self._folder, manifest_file(manifest.rank), whole.to_bytes(), str(manifest.rank))
+        # Before anything is committed: a folder whose own name is lost in a power cut would take its commit with it.
+        disk.sync_folder(self._job.folder)
 
     def _write_image(self, handle: Any) -> None:
         total, said = self._manifest.num_bytes, self._begun
