@@ -149,6 +149,49 @@ def test_gradients_that_a_broken_backward_did_not_reach_are_still_there(views: b
     run_ranks(2, not_zeroed, width, views, backend=backend)
 
 
+def zeroed_alike(rank: int, world: int, width: int, views: bool) -> None:
+    """Every rank had every gradient, and got to another layer before it raised: afterwards every rank has every gradient.
+
+    Else a parameter that nobody uses next is stepped on one rank, by weight decay, and not on the other.
+    """
+    model, _, wrapped = made(width, "views" if views else "copies")
+    for step in range(2):
+        wrapped.zero_grad(set_to_none=False)
+        loss_of(wrapped, step, rank, width).backward()
+    break_once(wrapped, rank, width, 1 + 2 * rank)
+    wrapped.zero_grad(set_to_none=False)
+    assert [name for name, param in model.named_parameters() if param.grad is None] == []
+    assert not any(param.grad.count_nonzero() for param in model.parameters())
+
+
+@everywhere
+@widths
+@pytest.mark.parametrize("views", [False, True], ids=["copies", "views"])
+def test_ranks_that_came_to_different_layers_have_the_same_gradients_to_zero(views: bool, width: int, backend: str) -> None:
+    run_ranks(2, zeroed_alike, width, views, backend=backend)
+
+
+def raise_in_low_precision(rank: int, world: int, width: int) -> None:
+    """The gradients that the reducer had taken are low, the parameters full again when it refuses the step."""
+    low = phalanx.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = Deep(width)
+    wrapped = phalanx.DistributedDataParallel(model, mixed_precision=low, on_nonfinite="raise")
+    for step in range(3):
+        wrapped.zero_grad()
+        loss = loss_of(wrapped, step, rank, width)
+        if step == 1:
+            with pytest.raises(phalanx.errors.ReductionError, match="NaN or infinite"):
+                (loss * float("inf")).backward()
+        else:
+            loss.backward()
+            assert all(param.grad.dtype == torch.float32 for param in model.parameters())
+
+
+@widths
+def test_gradients_of_low_precision_are_given_back_to_full_parameters(width: int) -> None:
+    run_ranks(2, raise_in_low_precision, width)
+
+
 def raise_in_microbatch(rank: int, world: int, width: int) -> None:
     """In a backward that is not reduced: nothing had begun, so nothing has to be made good."""
     model, plain, wrapped = made(width, "copies")

@@ -131,7 +131,10 @@ class Alone:
 
     @property
     def _frees_gradients(self) -> bool:
-        return dict(self.program.zero).get("stage") == 2
+        """Whether a step leaves no gradient. Scattered ones, used in backward, are freed too, but may still be zeroed."""
+        program, zero = self.program, dict(self.program.zero)
+        by_element = zero.get("partition") != "parameter" and program.mixed is None and program.hook is None
+        return zero.get("stage") == 2 and not (program.mode == "overlapped" and by_element)
 
     def fail(self, loss: torch.Tensor) -> None:
         """A backward that raises leaves no gradient behind; what it recomputed may have changed buffers."""

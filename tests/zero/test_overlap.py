@@ -157,6 +157,24 @@ def test_gradients_may_be_zeroed_in_place(options: dict[str, Any], backend: str)
     assert run_ranks(2, zero_in_place, options, backend=backend) == [[[]] * 5] * 2
 
 
+def freed_by_step(rank: int, world: int) -> list[bool]:
+    """With a hook means are whole; in the second stage they are gone after the update, in the first step and later."""
+    model = Given(LARGE_SHAPES)
+    wrapped, zero = made(model, optim.SGD, stage=2)
+    wrapped.register_comm_hook(None, hooks.allreduce_hook)
+    found = []
+    for step in range(3):
+        zero.zero_grad(set_to_none=False)
+        wrapped(own_gradients(model, step, rank, world)).backward()
+        found.append(all(param.grad is None for param in model.parameters()))
+    return found
+
+
+@everywhere
+def test_whole_gradients_of_the_second_stage_are_freed_in_every_step(backend: str) -> None:
+    assert run_ranks(2, freed_by_step, backend=backend) == [[True] * 3] * 2
+
+
 def step_without_reduction(rank: int, world: int, options: dict[str, Any]) -> None:
     model = Given()
     wrapped, zero = made(model, **options)

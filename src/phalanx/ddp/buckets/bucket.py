@@ -12,7 +12,7 @@ from __future__ import annotations
 import abc
 import enum
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -45,21 +45,24 @@ class Stage(enum.Enum):
     GIVEN = enum.auto()
 
 
+class Contents(NamedTuple):
+    """What a bucket is made of. `part_of`: the bucket of the same slots for which this one carries what came late."""
+
+    planned: PlannedBucket
+    specs: Sequence[ParamSpec]
+    params: Sequence[torch.nn.Parameter]
+    tail: Tail
+    tail_rides: bool
+    part_of: Bucket | None
+
+
 class Bucket(abc.ABC):
     """One bucket's slots and its progress through a pass. What moves data is in the two kinds."""
 
     sparse: bool
 
-    def __init__(
-        self,
-        planned: PlannedBucket,
-        specs: Sequence[ParamSpec],
-        params: Sequence[torch.nn.Parameter],
-        tail: Tail,
-        tail_rides: bool,
-        part_of: Bucket | None,
-    ) -> None:
-        """`part_of`: the bucket of the same slots for which this one carries what came late."""
+    def __init__(self, contents: Contents) -> None:
+        planned, specs, params, tail, tail_rides, part_of = contents
         self.part_of = part_of
         self.index = planned.index
         self.num_bytes = planned.num_bytes
@@ -73,6 +76,9 @@ class Bucket(abc.ABC):
         self.is_last_dense: bool = part_of is not None and part_of.is_last_dense
         self.states = bytearray(len(self.slots))  # of `SlotState`
         self.stage = Stage.FILLING
+        # Whose tensor may not be kept when it is taken, and which of them had a gradient when the pass began.
+        self._unowned: Sequence[torch.nn.Parameter] = ()
+        self._had: list[torch.nn.Parameter] = []
         # How many gradients have to arrive before the bucket is full, and how many still do.
         self.expected = self.pending = len(self.slots)
         # Set by the strategy that launches the bucket, who also waits for them.
@@ -158,6 +164,16 @@ class Bucket(abc.ABC):
         if weight is not None:
             self.tail.write_weight(self.tail_data, weight)
 
+    def note_gradients(self) -> None:
+        """Nothing has been taken yet: remember whose gradient may be freed when it is."""
+        self._had = [param for param in self._unowned if param.grad is not None]
+
+    def replace_lost(self) -> None:
+        """The pass was given up: whoever had a gradient when it began has one, as on ranks that came less far."""
+        for param in self._had:
+            if param.grad is None:
+                param.grad = torch.zeros_like(param, requires_grad=False)
+
     def abandon(self) -> None:
         """The pass is given up. Owners get their tensors back at once, so that zeroing them now has an effect.
 
@@ -178,24 +194,15 @@ class DenseBucket(Bucket):
 
     sparse = False
 
-    def __init__(
-        self,
-        planned: PlannedBucket,
-        specs: Sequence[ParamSpec],
-        params: Sequence[torch.nn.Parameter],
-        tail: Tail,
-        tail_rides: bool,
-        part_of: Bucket | None,
-        allocate: Allocate,
-        as_views: bool,
-    ) -> None:
-        super().__init__(planned, specs, params, tail, tail_rides, part_of)
-        self.dtype = planned.dtype
+    def __init__(self, contents: Contents, allocate: Allocate, as_views: bool) -> None:
+        super().__init__(contents)
+        self.dtype = contents.planned.dtype
         self.as_views = as_views
         self._allocate = allocate
         self._memory: BucketMemory | None = None
-        item = planned.dtype.itemsize
+        item = self.dtype.itemsize
         self.large = bytearray(slot.numel * item >= LARGE_BYTES for slot in self.slots)
+        self._unowned = [p for p, large in zip(self.params, self.large, strict=True) if large or as_views]
         # By slot: the tensor that was `.grad` when it was taken, where somebody else may hold it; it gets the mean.
         self._owners: list[torch.Tensor | None] = [None] * len(self.slots)
         self._num_kept = 0  # how often somebody kept what had been lent
@@ -476,7 +483,8 @@ class DenseBucket(Bucket):
     def abandon(self) -> None:
         for place, owner in enumerate(self._owners):
             if owner is not None and self.states[place] in slot.GONE:
-                self.params[place].grad = owner
+                # Taken in low precision, and the parameter may be in full precision again.
+                self.params[place].grad = owner.to(self.params[place].dtype)
         # View mode: their places in the body are no gradients any more.
         for place, kept in self._kept.items():
             self.params[place].grad = kept

@@ -7,12 +7,9 @@ from collections.abc import Sequence
 import torch
 
 from ...comm.sparse import SparseSum
-from ...plan import Bucket as PlannedBucket
-from ...plan import ParamSpec
 from . import slot
-from .bucket import Bucket, Scale, Stage, multiplies
+from .bucket import Bucket, Contents, Scale, Stage, multiplies
 from .slot import ABSENT, COPIED, LATE
-from .tail import Tail
 
 
 class SparseBucket(Bucket):
@@ -20,19 +17,11 @@ class SparseBucket(Bucket):
 
     sparse = True
 
-    def __init__(
-        self,
-        planned: PlannedBucket,
-        specs: Sequence[ParamSpec],
-        params: Sequence[torch.nn.Parameter],
-        tail: Tail,
-        tail_rides: bool,
-        part_of: Bucket | None,
-    ) -> None:
-        super().__init__(planned, specs, params, tail, tail_rides, part_of)
+    def __init__(self, contents: Contents) -> None:
+        super().__init__(contents)
         self.gradient: torch.Tensor | None = None
         self.rows: SparseSum | None = None  # made by the strategy that first sums rows
-        self._tail_data = torch.zeros(tail.numel, dtype=torch.float32, device=self.params[0].device)
+        self._tail_data = torch.zeros(self.tail.numel, dtype=torch.float32, device=self.params[0].device)
         self._before: torch.Tensor | None = None  # what `.grad` was when it was taken
 
     @property

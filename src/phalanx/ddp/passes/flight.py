@@ -50,6 +50,8 @@ class Pass:
             bucket.open()
         for listener in reducer.listeners:
             listener.pass_began(joined)
+        for bucket in self.buckets:
+            bucket.note_gradients()
         narrow = self.strategy.may_narrow or any(b.dtype is torch.float16 for b in reducer.plan.buckets)
         self._weight = reducer.weight
         self._shares = None if narrow else Shares.of(reducer.weight)

@@ -28,7 +28,7 @@ from ...errors import PhalanxError, ReductionError
 from ...plan import Bucket as PlannedBucket
 from ...plan import BucketPlan
 from ..buckets import slot
-from ..buckets.bucket import Bucket, DenseBucket
+from ..buckets.bucket import Bucket, Contents, DenseBucket
 from ..buckets.sparse import SparseBucket
 from ..buckets.tail import Tail, exact_ranks
 from ..engine import current_backward
@@ -147,11 +147,11 @@ class Reducer(TorchReducer):
 
     def make_bucket(self, planned: PlannedBucket, tail: Tail, part_of: Bucket | None = None) -> Bucket:
         """A bucket as the plan has it; with `part_of`, one for what came late for that bucket."""
-        common = (planned, self.plan.specs, self.params, tail, self._tail_rides(planned), part_of)
+        contents = Contents(planned, self.plan.specs, self.params, tail, self._tail_rides(planned), part_of)
         if planned.sparse:
-            return SparseBucket(*common)
+            return SparseBucket(contents)
         allocate = partial(self.strategy.allocate, planned.index) if part_of is None else self.strategy.allocate_late
-        return DenseBucket(*common, allocate, self.options.as_views and part_of is None)
+        return DenseBucket(contents, allocate, self.options.as_views and part_of is None)
 
     def detach(self) -> None:
         """Take every hook off the parameters; gradients are then no longer reduced."""
@@ -384,6 +384,9 @@ class Reducer(TorchReducer):
             bucket.abandon()
         for listener in self.listeners:
             listener.pass_failed()
+        # Last: listeners may have gradients of their own to give back.
+        for bucket in self.buckets:
+            bucket.replace_lost()
 
     def begin_owed(self) -> None:
         """Begin the pass that no gradient has begun on this rank, if the backward is to be reduced all the same."""

@@ -354,6 +354,8 @@ class Overlap(Listener):
             self.gradient_shards.mark_given(self.reducer.buckets)
         if self.state is Engagement.UPDATING and isinstance(self.sharded.partition, ElementPartition):
             self.sharded.partition.gathering.finish()
+            if self.stage == 2 and not self.scatters:
+                self._forget_gradients()  # whole means, which a user's hook has left
             self._close()
             self.catch_up()
             return
