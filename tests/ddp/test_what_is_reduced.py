@@ -366,3 +366,30 @@ def test_an_unseen_loss_may_bring_its_first_gradient_in_a_nested_backward(
     again: bool, width: int, backend: str
 ) -> None:
     run_ranks(2, unseen_and_nested, width, again, backend=backend)
+
+
+def unseen_and_nested_under_no_sync(rank: int, world: int, width: int) -> int:
+    """A forward waits for a backward that never comes; then one that is not to be reduced brings all in a nested one."""
+    model = RecomputedPolicy(width)
+    model.recompute = True
+    plain, wrapped = _wrapped(model)
+
+    def loss(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+        return -model(inputs(step, rank, width).requires_grad_()).log_prob(torch.ones(4, 1)).mean()
+
+    for step in range(3):
+        wrapped.zero_grad()
+        wrapped(inputs(step, rank, width))
+        with wrapped.no_sync():
+            loss(wrapped, step, rank).backward()
+        loss(plain, step, rank).backward()
+        for param, own in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(param.grad, own.grad)
+        plain.zero_grad()
+    return wrapped.stats().num_steps
+
+
+@everywhere
+@widths
+def test_an_unseen_nested_backward_under_no_sync_is_not_taken_for_another(width: int, backend: str) -> None:
+    assert run_ranks(2, unseen_and_nested_under_no_sync, width, backend=backend) == [0, 0]

@@ -94,7 +94,8 @@ class Arming:
         self._had_backward = False
         self._ending: Callable[[], Ending | None] = _none
         self._demanded: Forward | None = None
-        self._is_to_be_noted = False  # whether a pass is under way that will be noted once its nested one has ended
+        # Of a pass under way that will be noted once its nested one has ended: the forward that it was taken for.
+        self._to_be_noted: Forward | None = None
         self.went_around = False  # whether the last `begin` found a backward that no forward has armed
 
     def forward_began(self, reduces: bool) -> Forward:
@@ -104,7 +105,7 @@ class Arming:
             self._waiting.clear()
             self._had_backward = False
         self._demanded = None  # a demand is for a backward that comes at once
-        self._is_to_be_noted = False
+        self._to_be_noted = None
         forward = Forward(reduces)
         self._waiting.append(forward)
         return forward
@@ -139,10 +140,14 @@ class Arming:
         ending = self._ending()
         return ending is not None and ending.forward.reduces and (ending.has_gradients or accumulates())
 
+    def raised(self) -> None:
+        """The pass under way will not be noted any more."""
+        self._to_be_noted = None
+
     def note(self, reducer: Reducer, forward: Forward) -> Ending:
         """A pass has reached an output of `forward`, or one of our parameters."""
         ending = self._ending()
-        self._is_to_be_noted = False
+        self._to_be_noted = None
         if ending is None:
             demanded, self._demanded = self._demanded, None
             ending = Ending(reducer, demanded or forward)
@@ -163,13 +168,16 @@ class Arming:
                 return False
             if not forward.is_opaque:
                 forward.waits = False
+        elif self._to_be_noted is not None:
+            # Of the same pass as the first gradient, which has found out that it is not reduced.
+            return False
         else:
             # As torch, which disarms with the first backward; but for outputs into which we cannot look.
             waiting = [each for each in self._waiting if each.waits and (each.is_opaque or not self._had_backward)]
             if self._demanded is not None:
                 waiting = [self._demanded]
             if not waiting:
-                self.went_around = not self._is_to_be_noted
+                self.went_around = True
                 return False
             waiting[-1].waits = False
             self._note_outermost(reducer, waiting[-1])
@@ -185,7 +193,7 @@ class Arming:
             self.note(reducer, forward)
             return
         # The pass that runs here is a nested one, and ends too early. The one around it goes on to another node.
-        self._is_to_be_noted = True
+        self._to_be_noted = forward
         call_in_enclosing(node, partial(self.note, reducer, forward))
         NestedEnding(reducer, forward).queue()
 

@@ -364,6 +364,7 @@ class Reducer(TorchReducer):
 
     def backward_raised(self, ending: Ending, reduces: bool) -> None:
         """Called before the user sees the exception; `reduces`: had it gone on, it would have been reduced."""
+        self._arming.raised()
         self._remember_place(ending)
         if self.state in (OBSERVING, REDUCING):
             self._fail()
