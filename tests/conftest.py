@@ -14,7 +14,7 @@ from typing import Any
 import hypothesis
 import pytest
 
-from tests import schedule
+from tests import breadth, schedule
 from tests.cluster.command import stop_starter, use_for_launches
 from tests.cluster.leaks import RUN_VARIABLE, Leak, Watch
 from tests.cluster.pool import stop_pool
@@ -55,7 +55,9 @@ def pytest_configure_node(node: Any) -> None:
     schedule.instruct(node)
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    breadth.mark_thorough(items)
     if schedule.is_worker(config):
         schedule.sort(items)
         schedule.extend_time_limits(items)
