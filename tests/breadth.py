@@ -28,8 +28,10 @@ def mark_thorough(items: Sequence[pytest.Item]) -> None:
     """After collection, before tests are selected by their marks: mark what only `make test-thorough` runs."""
     by_test: dict[str, list[pytest.Function]] = defaultdict(list)
     for item in items:
-        # A whole file may have the mark, and some of its tests no parameters.
-        if isinstance(item, pytest.Function) and hasattr(item, "callspec") and item.get_closest_marker("covering"):
+        # A whole file may have the mark, and some of its tests no parameters. What is left out anyway covers nothing.
+        if not hasattr(item, "callspec") or any(map(item.get_closest_marker, ("thorough", "soak"))):
+            continue
+        if isinstance(item, pytest.Function) and item.get_closest_marker("covering"):
             by_test[item.nodeid.partition("[")[0]].append(item)
     wanted = _caught() if by_test else frozenset()
     for crossed in by_test.values():

@@ -45,7 +45,7 @@ import pytest
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("row", range(6))
-@pytest.mark.parametrize("backend", ["gloo", "phalanx"])
+@pytest.mark.parametrize("backend", ["gloo", "phalanx", pytest.param("nccl", marks=pytest.mark.thorough)])
 def test_crossed(row, backend):
     pass
 
@@ -66,7 +66,7 @@ def test_the_rest_is_thorough_and_runs_when_it_is_named(tmp_path: Path) -> None:
         return {line.rpartition("::")[2] for line in said.splitlines() if "::" in line}
 
     usual, thorough = names(str(file)), names("-m", "thorough", str(file))
-    assert len(usual) == 6 + 3 and len(thorough) == 6 and not usual & thorough
+    assert len(usual) == 6 + 3 and len(thorough) == 6 + 6 and not usual & thorough
     one = min(thorough)
     assert names(f"{file}::{one}") == {one}
 
