@@ -17,6 +17,8 @@ PEERS_STAMP := $(PEERS)/installed
 # And the frameworks of test-integrations in a third, at the versions of tests/integrations/requirements.txt.
 INTEGRATIONS := .venv-integrations
 INTEGRATIONS_STAMP := $(INTEGRATIONS)/installed
+# Where it is set, as in many containers, every process of the tests would compile the package and the tests once more.
+unexport PYTHONDONTWRITEBYTECODE
 SUDO := $(shell test "$$(id -u)" = 0 || echo "sudo -n")
 PURELIB := import sysconfig; print(sysconfig.get_path("purelib"))
 
