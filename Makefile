@@ -17,15 +17,18 @@ PEERS_STAMP := $(PEERS)/installed
 # And the frameworks of test-integrations in a third, at the versions of tests/integrations/requirements.txt.
 INTEGRATIONS := .venv-integrations
 INTEGRATIONS_STAMP := $(INTEGRATIONS)/installed
+# Where it is set, as in many containers, every process of the tests would compile the package and the tests once more.
+unexport PYTHONDONTWRITEBYTECODE
 SUDO := $(shell test "$$(id -u)" = 0 || echo "sudo -n")
 PURELIB := import sysconfig; print(sysconfig.get_path("purelib"))
 
-.PHONY: help setup browser demo test test-integrations fuzz mutants check bench bench-peers soak docs clean distclean
+.PHONY: help setup browser demo test test-thorough test-all test-integrations fuzz mutants check bench bench-peers soak docs clean distclean
 
 help:
 	@echo "make setup        create .venv and install phalanx into it with everything below needs"
 	@echo "make demo         train a small GPT on two workers and show what happened"
-	@echo "make test         the whole test suite"
+	@echo "make test         the test suite: every feature, and every mistake that was made once"
+	@echo "make test-thorough  what crosses more options, sizes and numbers of ranks (test-all: both)"
 	@echo "make test-integrations  Accelerate, Transformers, Lightning, timm and Ray on phalanx, in .venv-integrations"
 	@echo "make fuzz         training programs drawn at random, against the mean by hand (SECONDS=600 SEED=0)"
 	@echo "make mutants      deliberate mistakes in a copy of the package: does the fuzzer, or a test, notice?"
@@ -63,6 +66,12 @@ browser:
 TEST_WORKERS ?= 4
 test: $(STAMP)
 	$(BIN)/python -m pytest tests -n $(TEST_WORKERS)
+
+# What `make test` leaves out, and nothing else; see tests/breadth.py.
+test-thorough: $(STAMP)
+	$(BIN)/python -m pytest tests -n $(TEST_WORKERS) -m 'thorough and not soak'
+
+test-all: test test-thorough
 
 # Installed with torch pinned; see constraints.txt.
 $(INTEGRATIONS_STAMP): $(STAMP) tests/integrations/requirements.txt

@@ -14,9 +14,9 @@ from typing import Any
 import hypothesis
 import pytest
 
-from tests import schedule
+from tests import breadth, schedule
 from tests.cluster.command import stop_starter, use_for_launches
-from tests.cluster.leaks import RUN_VARIABLE, Leak, Snapshot, find_leaks, take_snapshot
+from tests.cluster.leaks import RUN_VARIABLE, Leak, Watch
 from tests.cluster.pool import stop_pool
 from tests.cluster.process import SEARCH_PATH
 
@@ -37,7 +37,7 @@ os.environ["PYTHONPATH"] = SEARCH_PATH
 hypothesis.settings.register_profile("phalanx", deadline=None, derandomize=True, database=None)
 hypothesis.settings.load_profile("phalanx")
 
-_BEFORE = pytest.StashKey[Snapshot]()
+_watch = Watch()
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -55,7 +55,9 @@ def pytest_configure_node(node: Any) -> None:
     schedule.instruct(node)
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    breadth.mark_thorough(items)
     if schedule.is_worker(config):
         schedule.sort(items)
         schedule.extend_time_limits(items)
@@ -74,7 +76,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     use_for_launches()
-    item.stash[_BEFORE] = take_snapshot()
+    _watch.begin()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -82,7 +84,7 @@ def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
     # Hooks in place of a fixture: the look must come after every fixture of the test is gone.
     yield
     allowed = {Leak(kind) for marker in item.iter_markers("allow_leaks") for kind in marker.args}
-    leaks = find_leaks(item.stash[_BEFORE], allowed)
+    leaks = _watch.leaks(allowed)
     if leaks:
         pytest.fail("the test left behind, in the pytest process:\n" + "\n".join(leaks), pytrace=False)
 

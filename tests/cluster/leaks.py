@@ -17,6 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import psutil
@@ -73,25 +74,47 @@ def take_snapshot() -> Snapshot:
         shm_names=shm_names(),
         memfds=len(_memfd_inodes()),
         environment=dict(os.environ),
-        torch_modules=sum(name.startswith("torch.distributed.") for name in sys.modules),
+        torch_modules=_torch_modules(len(sys.modules)),
     )
 
 
-def find_leaks(before: Snapshot, allowed: Collection[str] = (), grace_s: float = 2.0) -> list[str]:
-    """Sentences about what is here now and was not in `before`; waits up to `grace_s` for it to go.
+class Watch:
+    """Looks at the calling process before and after each of many pieces of code, one at a time.
 
-    The grace is for threads that were told to stop and have not been scheduled yet, and garbage is
-    collected during it, since a dead cycle is not a leak. Code that leaves nothing costs no waiting.
+    A look takes milliseconds, most of them the kernel's, to list the mappings of a process that has torch. So where code
+    has left nothing, what was there at its end is what the next piece of code begins with.
     """
-    checks = [check for kind, check in _CHECKS.items() if kind not in allowed]
-    deadline = time.monotonic() + grace_s
-    while True:
-        now = take_snapshot()
-        leaks = [line for check in checks for line in check(before, now)]
-        if not leaks or time.monotonic() > deadline:
-            return leaks
-        gc.collect()
-        time.sleep(0.02)
+
+    def __init__(self) -> None:
+        self._before: Snapshot | None = None
+
+    def begin(self) -> None:
+        """Whatever is here from now on and was not here now is a leak."""
+        if self._before is None:
+            self._before = take_snapshot()
+
+    def leaks(self, allowed: Collection[str] = (), grace_s: float = 2.0) -> list[str]:
+        """Sentences about what is here and was not at the beginning; waits up to `grace_s` for it to go.
+
+        The grace is for threads that were told to stop and have not been scheduled yet, and garbage is
+        collected during it, since a dead cycle is not a leak. Code that leaves nothing costs no waiting.
+        """
+        before, self._before = self._before, None
+        assert before is not None, "a watch begins before it ends"
+        deadline = time.monotonic() + grace_s
+        while True:
+            now = take_snapshot()
+            found = {kind: check(before, now) for kind, check in _CHECKS.items()}
+            leaks = [line for kind, lines in found.items() if kind not in allowed for line in lines]
+            if not leaks or time.monotonic() > deadline:
+                break
+            gc.collect()
+            time.sleep(0.02)
+        # What was allowed to stay may go at any time, and so may what a first import hides: both would later make
+        # room, in a count, for a leak.
+        if not any(found.values()) and now.torch_modules == before.torch_modules:
+            self._before = now
+        return leaks
 
 
 def shm_names() -> frozenset[str]:
@@ -136,7 +159,9 @@ def _children() -> dict[int, str]:
             command = " ".join(child.cmdline()) or child.name()
         except psutil.Error:  # ended and reaped while we looked
             continue
-        if not any(helper in command for helper in PERMANENT_CHILDREN):
+        if any(helper in command for helper in PERMANENT_CHILDREN):
+            PERMANENT_PIDS.add(pid)  # it lives as long as this process: asked once
+        else:
             found[pid] = command
     return found
 
@@ -156,6 +181,12 @@ def _child_pids() -> list[int]:
     return pids
 
 
+@lru_cache(maxsize=1)
+def _torch_modules(num_modules: int) -> int:
+    """How many modules of torch.distributed are imported; counted anew when the number of all modules has changed."""
+    return sum(name.startswith("torch.distributed.") for name in sys.modules)
+
+
 def _group_count() -> int:
     c10d = sys.modules.get("torch.distributed.distributed_c10d")
     # The registry is private, but nothing public counts the subgroups that a test forgot.
@@ -163,7 +194,10 @@ def _group_count() -> int:
 
 
 def _memfd_inodes() -> set[int]:
-    inodes = {int(line.split()[4]) for line in _lines_of("/proc/self/maps") if "/memfd:" in line}
+    maps = Path("/proc/self/maps").read_bytes()
+    # Looked for as a whole first: there are thousands of lines, and most often none is of a memory file.
+    lines = maps.splitlines() if b"/memfd:" in maps else []
+    inodes = {int(line.split()[4]) for line in lines if b"/memfd:" in line}
     for link, target in _open_files("self").items():
         if target.startswith("/memfd:"):
             inodes.add(os.stat(link).st_ino)

@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from tests.cluster import preload
 from tests.cluster.call import STACKS_SIGNAL, Call, Clean, Raised, Release, Returned, StoreAt, StorePort
-from tests.cluster.leaks import Leak, find_leaks, take_snapshot
+from tests.cluster.leaks import Leak, Watch
 
 _PR_SET_PDEATHSIG = 1
 
@@ -41,6 +41,7 @@ def serve(connection: Connection, stacks_path: str) -> None:
     torch.set_num_threads(1)
     with open(stacks_path, "w") as stacks:
         faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True)
+        watch = Watch()
         while True:
             try:
                 call = pickle.loads(connection.recv_bytes())
@@ -49,18 +50,18 @@ def serve(connection: Connection, stacks_path: str) -> None:
             if call.fresh:
                 _serve_fresh(connection, call)
                 return
-            _serve_pooled(connection, call)
+            _serve_pooled(connection, call, watch)
 
 
-def _serve_pooled(connection: Connection, call: Call) -> None:
-    before = take_snapshot()
+def _serve_pooled(connection: Connection, call: Call, watch: Watch) -> None:
+    watch.begin()
     with _surroundings(call):
         succeeded = _run_and_report(connection, call)
         # Also after a failure: the peers then see what they would see of a process that ended.
         succeeded = _leave_and_report(connection) and succeeded
     if succeeded:
         # The surroundings have just been put back, so the environment needs no look.
-        _send(connection, Clean(find_leaks(before, {*call.allowed_leaks, Leak.ENVIRONMENT})))
+        _send(connection, Clean(watch.leaks({*call.allowed_leaks, Leak.ENVIRONMENT})))
 
 
 def _serve_fresh(connection: Connection, call: Call) -> None:

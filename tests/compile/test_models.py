@@ -26,12 +26,20 @@ def train_and_report(rank: int, world: int, name: str, **kwargs: Any) -> dict[st
     }
 
 
-@pytest.mark.parametrize("name", zoo.MODELS)
-def test_gradients_losses_and_buffers_are_bit_equal_to_eager(name: str) -> None:
-    first, second = run_ranks(2, train_and_report, name)
-    expected = zoo.MODELS[name]
-    assert first["equal"] and second["equal"]
-    assert first["plan"] == second["plan"]
+# Compiling takes most of the time, and every rank does it: what two ranks add shows in a few models as well as in all.
+ON_TWO = ("mlp", "gpt_dropout", "conditional", "unused")
+CASES = [
+    *((name, 2 if name in ON_TWO else 1) for name in zoo.MODELS),
+    *(pytest.param(name, 2, marks=pytest.mark.thorough) for name in zoo.MODELS if name not in ON_TWO),
+]
+
+
+@pytest.mark.parametrize(("name", "world"), CASES)
+def test_gradients_losses_and_buffers_are_bit_equal_to_eager(name: str, world: int) -> None:
+    every = run_ranks(world, train_and_report, name)
+    first, expected = every[0], zoo.MODELS[name]
+    assert all(one["equal"] for one in every)
+    assert len({one["plan"] for one in every}) == 1
     assert len(first["pieces"]) >= expected.pieces
     assert first["uncompiled"] == expected.uncompiled
     assert all(piece.compiled for piece in first["pieces"])

@@ -19,6 +19,7 @@ SIZES = (4, 6, 3, 5)
 def train_sizes(rank: int, world: int, name: str, dynamic: bool | None) -> Any:
     # Ranks see the sizes in different orders, so they compile at different moments.
     sizes = SIZES if rank == 0 else SIZES[::-1]
+    sizes = sizes if dynamic is not False else sizes[1:3]
     plain, compiled = train_both(rank, name, lambda wrapper: cut(wrapper, dynamic=dynamic), sizes)
     explanation = check_one_plan(compiled.wrapper)
     by_graph: dict[str, list[tuple[str, ...]]] = {}
@@ -29,7 +30,8 @@ def train_sizes(rank: int, world: int, name: str, dynamic: bool | None) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("name", "dynamic", "num_graphs"), [("mlp", None, 2), ("gpt", True, 1), ("cnn", True, 1), ("mlp", False, 4)]
+    ("name", "dynamic", "num_graphs"),
+    [("mlp", None, 2), ("cnn", True, 1), ("mlp", False, 2), pytest.param("gpt", True, 1, marks=pytest.mark.thorough)],
 )
 def test_recompilation_keeps_the_cuts(name: str, dynamic: bool | None, num_graphs: int) -> None:
     for equal, graphs, early in run_ranks(2, train_sizes, name, dynamic):

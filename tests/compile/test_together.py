@@ -23,26 +23,36 @@ def both(rank: int, name: str, **options: Any) -> tuple[Trained, Trained]:
 
 
 OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
-    "mixed precision": ("gpt", {"mixed_precision": phalanx.MixedPrecision(torch.bfloat16, torch.float32)}),
+    "mixed precision": ("mlp", {"mixed_precision": phalanx.MixedPrecision(torch.bfloat16, torch.float32)}),
     "low precision": ("mlp", {"mixed_precision": phalanx.MixedPrecision(torch.bfloat16, torch.bfloat16)}),
     "views": ("mlp", {"gradient_as_bucket_view": True}),
     "static": ("mlp", {"static_graph": True}),
     "skipping": ("unused", {"skip_all_reduce_unused_params": True}),
 }
+# With attention, and a weight that two layers share.
+MORE_OPTIONS = OPTIONS | {"mixed precision": ("gpt", OPTIONS["mixed precision"][1])}
 
 
-def train_with_options(rank: int, world: int) -> dict[str, Any]:
+def train_with_options(rank: int, world: int, cases: dict[str, tuple[str, dict[str, Any]]]) -> dict[str, Any]:
     found = {}
-    for label, (name, options) in OPTIONS.items():
+    for label, (name, options) in cases.items():
         plain, compiled = both(rank, name, **options)
         check_one_plan(compiled.wrapper)
         found[label] = (compiled.equals(plain), compiled.launched_early, len(compiled.wrapper.plan.buckets))
     return found
 
 
-@pytest.mark.parametrize("backend", ["gloo", "phalanx"])
-def test_options_of_the_wrapper_give_the_same_bits_and_keep_the_overlap(backend: str) -> None:
-    for found in run_ranks(2, train_with_options, backend=backend):
+@pytest.mark.parametrize(
+    ("backend", "cases"),
+    [
+        pytest.param("gloo", OPTIONS, id="gloo"),
+        pytest.param("phalanx", MORE_OPTIONS, id="phalanx", marks=pytest.mark.thorough),
+    ],
+)
+def test_options_of_the_wrapper_give_the_same_bits_and_keep_the_overlap(
+    backend: str, cases: dict[str, tuple[str, dict[str, Any]]]
+) -> None:
+    for found in run_ranks(2, train_with_options, cases, backend=backend):
         for label, (equal, early, num_buckets) in found.items():
             assert equal, label
             assert early >= num_buckets - 1 >= 1, label
@@ -83,7 +93,7 @@ def train_zero(rank: int, world: int) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("backend", ["gloo", "phalanx"])
+@pytest.mark.parametrize("backend", ["phalanx", pytest.param("gloo", marks=pytest.mark.thorough)])
 def test_zero_steps_the_same_bits_and_overlapped_zero_still_overlaps(backend: str) -> None:
     for found in run_ranks(2, train_zero, backend=backend):
         for label, (equal, early, num_buckets) in found.items():

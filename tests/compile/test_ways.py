@@ -16,33 +16,29 @@ from tests.compile.training import check_one_plan, cut, eager, train, wrap
 
 pytestmark = pytest.mark.timeout(60)
 
-Way = Callable[[], tuple[Any, Any]]
+Way = Callable[[str], tuple[Any, Any]]
+"""From the name of a model to its wrapper and what is called."""
 
 
-def outside() -> tuple[Any, Any]:
-    wrapper = wrap("gpt")
-    return wrapper, cut(wrapper)
-
-
-def inside() -> tuple[Any, Any]:
-    wrapper = wrap("gpt", cut)
+def inside(name: str) -> tuple[Any, Any]:
+    wrapper = wrap(name, cut)
     return wrapper, wrapper
 
 
-def in_place() -> tuple[Any, Any]:
-    wrapper = wrap("gpt")
+def in_place(name: str) -> tuple[Any, Any]:
+    wrapper = wrap(name)
     wrapper.module.compile(backend=phalanx_backend, options={"compiler": "aot_eager"})
     return wrapper, wrapper
 
 
-def whole_wrapper_in_place() -> tuple[Any, Any]:
-    wrapper = wrap("gpt")
+def whole_wrapper_in_place(name: str) -> tuple[Any, Any]:
+    wrapper = wrap(name)
     wrapper.compile(backend=phalanx_backend, options={"compiler": "aot_eager"})
     return wrapper, wrapper
 
 
-def function() -> tuple[Any, Any]:
-    wrapper = wrap("gpt")
+def function(name: str) -> tuple[Any, Any]:
+    wrapper = wrap(name)
 
     @torch.compile(backend=phalanx_backend, options={"compiler": "aot_eager"})
     def predict(x: torch.Tensor) -> torch.Tensor:
@@ -51,34 +47,38 @@ def function() -> tuple[Any, Any]:
     return wrapper, predict
 
 
-def forward_method() -> tuple[Any, Any]:
+def forward_method(name: str) -> tuple[Any, Any]:
     def prepare(model: nn.Module) -> nn.Module:
         model.forward = cut(model.forward)  # type: ignore[method-assign]
         return model
 
-    wrapper = wrap("gpt", prepare)
+    wrapper = wrap(name, prepare)
     return wrapper, wrapper
 
 
-def layers() -> tuple[Any, Any]:
+def layers(name: str) -> tuple[Any, Any]:
     """Each block by itself: one graph runs for all of them, each time with other parameters."""
 
     def prepare(model: Any) -> nn.Module:
         model.blocks = nn.ModuleList(cut(block) for block in model.blocks)
         return model
 
-    wrapper = wrap("gpt", prepare)
+    wrapper = wrap(name, prepare)
     return wrapper, wrapper
 
 
-WAYS: tuple[Way, ...] = (outside, inside, in_place, whole_wrapper_in_place, function, forward_method, layers)
+# Around the wrapper from outside is what test_models.py does with every model.
+WAYS: tuple[Way, ...] = (inside, in_place, whole_wrapper_in_place, function, forward_method)
+WITH_MODELS = [(layers, "gpt"), *((way, "mlp") for way in WAYS)]
+# Whose head shares its weight with the embedding, in each of them.
+MORE = [pytest.param(way, "gpt", marks=pytest.mark.thorough) for way in WAYS]
 
 
-def train_one_way(rank: int, world: int, way: Way) -> tuple[bool, list[str], float]:
-    plain = wrap("gpt")
+def train_one_way(rank: int, world: int, way: Way, name: str) -> tuple[bool, list[str], float]:
+    plain = wrap(name)
     reference = train(rank, plain, eager(plain))
     torch._dynamo.reset()
-    wrapper, called = way()
+    wrapper, called = way(name)
     trained = train(rank, wrapper, called)
     explanation = check_one_plan(wrapper)
     names = [name.replace("_orig_mod.", "") for piece in explanation.pieces for name in piece.params]
@@ -86,10 +86,10 @@ def train_one_way(rank: int, world: int, way: Way) -> tuple[bool, list[str], flo
     return trained.equals(reference), sorted(names), early
 
 
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
-def test_every_way_of_compiling_gives_the_same_bits_and_keeps_the_overlap(way: Way) -> None:
-    every = sorted(name for name, _ in zoo.make("gpt").named_parameters())
-    for equal, names, early in run_ranks(2, train_one_way, way):
+@pytest.mark.parametrize(("way", "name"), [*WITH_MODELS, *MORE], ids=lambda value: getattr(value, "__name__", value))
+def test_every_way_of_compiling_gives_the_same_bits_and_keeps_the_overlap(way: Way, name: str) -> None:
+    every = sorted(name for name, _ in zoo.make(name).named_parameters())
+    for equal, names, early in run_ranks(2, train_one_way, way, name):
         assert equal
         assert names == (every if way is not layers else [name for name in every if name.startswith("blocks")])
         # Compiled layer by layer, what is around them runs eagerly, after the last compiled backward.

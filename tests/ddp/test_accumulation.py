@@ -12,6 +12,8 @@ import phalanx
 from tests.cluster import run_ranks
 from tests.ddp.zoo import batch, make, prediction
 
+pytestmark = pytest.mark.covering(1)
+
 
 def _loss(model: nn.Module, step: int, rank: int) -> torch.Tensor:
     x, y = batch(step, rank)

@@ -14,6 +14,8 @@ from phalanx.comm.hooks import allreduce_hook
 from tests.cluster import run_ranks
 from tests.ddp.zoo import batch, make, prediction
 
+pytestmark = pytest.mark.covering(2)
+
 
 def uneven(
     rank: int, world: int, name: str, wrapper: str, counts: list[int], by_initial: bool, options: dict[str, Any]

@@ -13,6 +13,8 @@ import phalanx
 from tests.cluster import run_ranks
 from tests.ddp.by_hand import alike, assert_mean, everywhere, inputs, mean_by_hand, unwrapped, widths
 
+pytestmark = pytest.mark.covering(2)
+
 
 class Mixture(nn.Module):
     """One parameter of each kind; the loss touches them all."""

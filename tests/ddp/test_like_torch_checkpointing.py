@@ -14,6 +14,8 @@ from torch.utils.checkpoint import checkpoint
 import phalanx
 from tests.cluster import run_ranks
 
+pytestmark = pytest.mark.covering(2)
+
 _ROWS = 6
 
 

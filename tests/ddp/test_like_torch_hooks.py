@@ -17,6 +17,8 @@ from phalanx.comm import hooks
 from phalanx.errors import ArgumentTypeError, ConfigError, ReductionError
 from tests.cluster import run_ranks
 
+pytestmark = pytest.mark.covering(1)
+
 Future = torch.futures.Future[torch.Tensor]
 
 

@@ -16,6 +16,8 @@ from phalanx.errors import ConfigError, MismatchError, ReductionError
 from phalanx.optim import apply_in_backward
 from tests.cluster import run_ranks
 
+pytestmark = pytest.mark.covering(2)
+
 
 def _wrapped(**options: Any) -> phalanx.DistributedDataParallel:
     torch.manual_seed(0)

@@ -14,6 +14,8 @@ import phalanx
 from tests.cluster import run_ranks
 from tests.ddp.by_hand import LARGE, SMALL, Net, assert_mean, everywhere, inputs, mean_by_hand, unwrapped
 
+pytestmark = pytest.mark.covering(2)
+
 LOW = torch.bfloat16
 
 

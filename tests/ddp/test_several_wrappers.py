@@ -15,6 +15,8 @@ from phalanx.errors import MismatchError
 from tests.cluster import run_ranks
 from tests.ddp.by_hand import alike, everywhere
 
+pytestmark = pytest.mark.covering(2)
+
 # Each wrapper has several buckets with this cap, in a model of either width.
 WIDTHS = {"small": (16, 0.0017), "large": (144, 0.09)}
 widths = pytest.mark.parametrize("size", WIDTHS)

@@ -13,6 +13,8 @@ import phalanx
 from tests.cluster import run_ranks
 from tests.ddp.zoo import ZOO, batch, make, prediction
 
+pytestmark = pytest.mark.covering(1)
+
 STEPS = 5
 # Mean of means against mean over the whole batch: the sums are associated differently.
 TOLERANCE = {"rtol": 2e-4, "atol": 2e-5}

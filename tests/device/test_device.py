@@ -31,6 +31,9 @@ from .scenarios import SCENARIOS, Finding, observe
 # A few on rank 0 too, which broadcasts where the others receive.
 _AS_SOURCE = ("ddp plain", "ddp views", "hook fp16", "zero alone, by parameter", "zero overlapped")
 _ALL = {**SCENARIOS, **MIXTURES, **WAITING}
+# Several features together, each of which has a scenario of its own as well; but for the models of other dtypes.
+_CROSSED = {name: mixture for name, mixture in MIXTURES.items() if "," in name and " model" not in name}
+_OTHERS = {name: step for name, step in {**MIXTURES, **WAITING}.items() if name not in _CROSSED}
 
 
 def _observe_all(names: list[str]) -> dict[str, Finding]:
@@ -45,27 +48,31 @@ def _findings(rank: int, names: tuple[str, ...]) -> dict[str, Finding]:
 
 def _finding(rank: int, name: str) -> Finding:
     """From one process for all scenarios of a kind: each alone would spend more time on starting."""
-    kind = SCENARIOS if name in SCENARIOS else {**MIXTURES, **WAITING}
+    kind = next(kind for kind in (SCENARIOS, _OTHERS, _CROSSED) if name in kind)
     return _findings(rank, tuple(kind) if rank else _AS_SOURCE)[name]
+
+
+def _marked(cases: list[tuple[int, str]]) -> list[Any]:
+    return [pytest.param(*case, marks=pytest.mark.thorough if case[1] in _CROSSED else ()) for case in cases]
 
 
 _CASES = [(1, name) for name in _ALL] + [(0, name) for name in _AS_SOURCE]
 
 
-@pytest.mark.parametrize(("rank", "name"), _CASES)
+@pytest.mark.parametrize(("rank", "name"), _marked(_CASES))
 def test_scenario_trains_on_the_device(rank: int, name: str) -> None:
     finding = _finding(rank, name)
     assert finding.error is None, finding.error
     assert finding.num_operations > 20 * finding.num_steps, "the device was hardly used"
 
 
-@pytest.mark.parametrize(("rank", "name"), [case for case in _CASES if case[1] not in WAITING])
+@pytest.mark.parametrize(("rank", "name"), _marked([case for case in _CASES if case[1] not in WAITING]))
 def test_steady_steps_do_not_wait_for_the_device(rank: int, name: str) -> None:
     finding = _finding(rank, name)
     assert finding.error is None and not finding.syncs, "\n".join(f"{n} x {where}" for where, n in finding.syncs.items())
 
 
-@pytest.mark.parametrize(("rank", "name"), _CASES)
+@pytest.mark.parametrize(("rank", "name"), _marked(_CASES))
 def test_accesses_are_ordered_by_streams(rank: int, name: str) -> None:
     finding = _finding(rank, name)
     assert finding.error is None and not finding.races, "\n".join(f"{n} x {race}" for race, n in finding.races.items())

@@ -117,6 +117,13 @@ def test_compiled() -> None:
     assert found is not None and float(found[2]) < float(found[1]) and int(found[3]) > 1
 
 
+def test_two_hosts() -> None:
+    said = run_example(2, "two_hosts.py")
+    assert [line[:12] for line in said] == ["rank 0 of 2,", "rank 1 of 2,"]
+    assert len({line.rsplit(" ", 1)[1] for line in said}) == 1
+
+
+@pytest.mark.thorough  # twice torchrun, each with a worker that imports torch; one host of it is in tests/comm/group
 def test_two_hosts_under_torchrun() -> None:
     environ = os.environ | {"PYTHONPATH": SEARCH_PATH, "OMP_NUM_THREADS": "1"}
     hosts = []

@@ -149,7 +149,7 @@ def test_shards_that_do_not_say_how_large_the_whole_is_are_added_up(tmp_path: Pa
 
 
 def test_a_report_is_small(tmp_path: Path) -> None:
-    page = report.render(load(write_run(tmp_path, world=16, num_steps=600)))
+    page = report.render(load(write_run(tmp_path, world=16, num_steps=200)))
     assert len(page.encode()) < 1_500_000
 
 

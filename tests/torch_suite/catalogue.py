@@ -30,6 +30,7 @@ def all_tests() -> tuple[str, ...]:
     return tuple(name for name in _methods()[1] if name.startswith("test_"))
 
 
+@cache
 def _methods() -> tuple[set[str], dict[str, set[str]]]:
     """The methods that name the wrapper, and for each method those that it calls on itself."""
     spec = importlib.util.find_spec("torch")

@@ -291,6 +291,7 @@ def beside_torchs_wrapper(rank: int, world: int, name: str, maximize: bool) -> b
     return same
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("maximize", [False, True])
 @pytest.mark.parametrize("name", ["Adam", "AdamW", "SGD"])
 def test_it_equals_the_local_optimizer_behind_torchs_wrapper(name: str, maximize: bool) -> None:
@@ -379,6 +380,7 @@ def overlap_with_hooks(rank: int, world: int, interleaved: bool, views: bool, st
     return same
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
 @pytest.mark.parametrize("views", [False, True], ids=["copies", "views"])
 @pytest.mark.parametrize("interleaved", [False, True])

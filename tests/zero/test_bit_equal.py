@@ -125,23 +125,44 @@ def _resumed(case: Optimizer, group: Any, mode: dict[str, Any], expected: list[A
     return [f"{case.name} {mode} resumed on {run.world}: parameters {different}"] if different else []
 
 
-@pytest.mark.parametrize("overlapped", [False, True], ids=["alone", "overlapped"])
-@pytest.mark.parametrize("partition", ["element", "parameter"])
-def test_each_optimizer_on_one_to_four_ranks(overlapped: bool, partition: str) -> None:
-    mode = {"overlapped": overlapped, "partition": partition}
-    names = [case.name for case in ELEMENTWISE]
-    # Four processes on few cores: gloo would be much slower with the many small collectives of overlapped steps.
+overlapping = pytest.mark.parametrize("overlapped", [False, True], ids=["alone", "overlapped"])
+partitions = pytest.mark.parametrize("partition", ["element", "parameter"])
+
+
+def on_ranks(names: list[str], sizes: list[int], overlapped: bool, **options: Any) -> None:
+    # Several processes on few cores: gloo would be much slower with the many small collectives of overlapped steps.
     backend = "phalanx" if overlapped else "gloo"
-    assert run_ranks(4, train, backend, names, [1, 2, 3, 4], mode, backend=backend, timeout_s=90) == [[]] * 4
+    world, mode = max(sizes), {"overlapped": overlapped, **options}
+    assert run_ranks(world, train, backend, names, sizes, mode, backend=backend, timeout_s=90) == [[]] * world
 
 
-@pytest.mark.parametrize("overlapped", [False, True], ids=["alone", "overlapped"])
-def test_each_variant_through_shared_memory_with_parameters_in_buckets(overlapped: bool) -> None:
+@pytest.mark.parametrize(("overlapped", "sizes"), [(False, [2]), (True, [3, 2])], ids=["alone", "overlapped"])
+def test_each_optimizer(overlapped: bool, sizes: list[int]) -> None:
+    on_ranks([case.name for case in ELEMENTWISE], sizes, overlapped)
+
+
+@overlapping
+def test_whole_parameters_on_one_and_four_ranks(overlapped: bool) -> None:
+    """Whose optimizer need not act element by element: a few of those that can be compared say as much as all."""
+    on_ranks(["SGD", "AdamW", "ASGD"], [4, 1], overlapped, partition="parameter")
+
+
+@pytest.mark.thorough
+@overlapping
+@partitions
+def test_each_optimizer_on_one_to_four_ranks(overlapped: bool, partition: str) -> None:
+    on_ranks([case.name for case in ELEMENTWISE], [1, 2, 3, 4], overlapped, partition=partition)
+
+
+@overlapping
+@pytest.mark.parametrize("sizes", [[2], pytest.param([3, 2], marks=pytest.mark.thorough)], ids=str)
+def test_each_variant_through_shared_memory_with_parameters_in_buckets(overlapped: bool, sizes: list[int]) -> None:
     mode = {"overlapped": overlapped, "parameters_as_bucket_view": True}
-    names = [case.name for case in VARIANTS]
-    assert run_ranks(3, train, "phalanx", names, [3, 2], mode, backend="phalanx", timeout_s=90) == [[]] * 3
+    names, world = [case.name for case in VARIANTS], max(sizes)
+    assert run_ranks(world, train, "phalanx", names, sizes, mode, backend="phalanx", timeout_s=90) == [[]] * world
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("backend", ["gloo", "phalanx"])
 @pytest.mark.parametrize(
     "mode",
@@ -156,5 +177,6 @@ def test_each_variant_through_shared_memory_with_parameters_in_buckets(overlappe
     ],
     ids=lambda mode: "-".join(f"{k}={v}" for k, v in mode.items()),
 )
-def test_each_mode(backend: str, mode: dict[str, Any]) -> None:
-    assert run_ranks(3, train, backend, ["AdamW", "SGD"], [3, 2], mode, backend=backend, timeout_s=60) == [[]] * 3
+@pytest.mark.parametrize("name", ["AdamW", pytest.param("SGD", marks=pytest.mark.thorough)])
+def test_each_mode(name: str, backend: str, mode: dict[str, Any]) -> None:
+    assert run_ranks(3, train, backend, [name], [3, 2], mode, backend=backend, timeout_s=60) == [[]] * 3

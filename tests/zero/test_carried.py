@@ -19,7 +19,7 @@ from tests.ddp.by_hand import unwrapped
 from tests.zero.cases import Given, differing, mean_gradients, own_gradients, sample, set_gradients
 from tests.zero.test_overlap import Breaking, Fragile, made
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.timeout(60), pytest.mark.covering(1)]
 
 
 def _loss(model: Any, step: int, rank: int) -> torch.Tensor:

@@ -15,7 +15,7 @@ from tests.cluster import run_ranks
 from tests.zero.cases import Given, differing, mean_gradients, own_gradients, sample, set_gradients
 from tests.zero.test_overlap import CAP_MB, everywhere, made
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.timeout(60), pytest.mark.covering(1)]
 
 
 def clip(rank: int, world: int, options: dict[str, Any], norm_type: float, overlapped: bool) -> Any:

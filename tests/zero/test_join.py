@@ -13,7 +13,7 @@ import phalanx
 from phalanx.zero import ZeroRedundancyOptimizer
 from tests.cluster import run_ranks
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.timeout(60), pytest.mark.covering(1)]
 
 
 def build() -> nn.Module:

@@ -17,7 +17,7 @@ from phalanx.zero.overlap.reduce_scatter import ReduceScatter
 from tests.cluster import run_ranks
 from tests.zero.cases import Given, differing, mean_gradients, own_gradients, sample, set_gradients
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.timeout(60), pytest.mark.covering(1)]
 
 everywhere = pytest.mark.parametrize("backend", ["gloo", "phalanx"])
 CAP_MB = 0.0025

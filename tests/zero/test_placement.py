@@ -16,7 +16,7 @@ from phalanx.zero import ZeroRedundancyOptimizer
 from tests.cluster import run_ranks
 from tests.zero.cases import Given, mean_gradients, own_gradients, set_gradients
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.timeout(60), pytest.mark.covering(1)]
 
 everywhere = pytest.mark.parametrize("backend", ["gloo", "phalanx"])
 

@@ -19,7 +19,7 @@ from phalanx.zero.state.checkpoint import ShardedLeaf
 from tests.cluster import run_ranks
 from tests.zero.cases import Given, differing, mean_gradients, sample, set_gradients
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.timeout(60), pytest.mark.covering(1)]
 
 
 def advance(model: Given, one: optim.Optimizer, steps: range) -> None:

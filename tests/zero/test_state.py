@@ -20,7 +20,7 @@ from phalanx.zero.state import transfer
 from tests.cluster import run_ranks
 from tests.zero.cases import Given, differing, mean_gradients, own_gradients, sample, set_gradients
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.timeout(60), pytest.mark.covering(1)]
 
 
 def trained(steps: int = 4, make: Any = optim.AdamW, **options: Any) -> tuple[Given, ZeroRedundancyOptimizer]:

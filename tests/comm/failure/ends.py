@@ -22,7 +22,6 @@ import torch
 from torch import nn
 
 import phalanx
-import tests.cluster.preload  # noqa: F401  (names from files only; imports that would cost each rank a second)
 
 LIMIT_S = 120
 
@@ -133,6 +132,10 @@ def _fork(plan: Plan, port: int, files: list[Any]) -> list[int]:
 
 def main(arguments: list[str]) -> None:
     """Run the plans one after the other."""
+    # Names from files only, and imports that would cost each rank a second. Not above: the pytest process, which imports
+    # this module as well, needs none of it.
+    import tests.cluster.preload  # noqa: F401
+
     for argument in arguments:
         outcome = run(Plan(**json.loads(argument)))
         # Straight to the descriptor: a forked rank must not have our buffer to flush.

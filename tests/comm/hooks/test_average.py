@@ -132,7 +132,9 @@ def assert_identical(by_rank: Sequence[Results]) -> None:
                 assert torch.equal(one, two), f"step {step}, bucket {index} differs between ranks"
 
 
-@pytest.mark.parametrize(("world", "backend"), [(2, "gloo"), (3, "gloo"), (3, "phalanx")])
+@pytest.mark.parametrize(
+    ("world", "backend"), [(2, "gloo"), (3, "phalanx"), pytest.param(3, "gloo", marks=pytest.mark.thorough)]
+)
 @pytest.mark.parametrize("name", CASES)
 def test_every_hook_averages_mixed_buckets_alike_on_all_ranks(name: str, world: int, backend: str) -> None:
     by_rank = run_ranks(world, several_steps, name, MIXED, steps=3, delay_s=0.004, backend=backend)
@@ -180,6 +182,7 @@ def saved_and_restored(rank: int, world: int, name: str, how: str) -> tuple[Resu
     return straight, again
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("how", ["state_dict", "pickle"])
 @pytest.mark.parametrize("name", STATEFUL)
 def test_a_restored_state_continues_bit_for_bit(name: str, how: str) -> None:

@@ -94,9 +94,10 @@ def without_hook() -> tuple[list[float], torch.Tensor, torch.Tensor]:
 
 
 ALL = [
-    *(("own", name, as_view) for name in own.CASES for as_view in (False, True)),
+    *(("own", name, nth % 2 == 0) for nth, name in enumerate(own.CASES)),
     # All but the optimizer, which steps parameters that the one of this test would step again.
     *(("torch", name, nth % 2 == 0) for nth, name in enumerate(torchs.CASES) if name != "optimizer"),
+    *(pytest.param("own", name, nth % 2 == 1, marks=pytest.mark.thorough) for nth, name in enumerate(own.CASES)),
 ]
 
 
