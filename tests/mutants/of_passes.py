@@ -241,6 +241,13 @@ MUTATIONS = (
         tests="tests/ddp/test_what_is_reduced.py",
     ),
     Mutation(
+        name="arming: each gradient of a nested backward looks for a forward of its own",
+        file=ARMING,
+        old="        self._to_be_noted = forward\n",
+        new="",
+        tests="tests/ddp/test_what_is_reduced.py",
+    ),
+    Mutation(
         name="arming: a backward of a forward under no_sync is reduced",
         file=ARMING,
         old="            if not forward.reduces:\n                return False\n            if not forward.is_opaque:\n",

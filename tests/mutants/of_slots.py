@@ -141,6 +141,21 @@ MUTATIONS = (
         tests="tests/ddp/test_owners.py",
     ),
     Mutation(
+        name="bucket: after a pass that failed, what was freed is not there on ranks that had come far",
+        file=BUCKET,
+        old="        for param in self._had:\n",
+        new="        for param in ():\n",
+        words="Fail zeros large",
+        tests="tests/ddp/test_failed_pass.py",
+    ),
+    Mutation(
+        name="bucket: a gradient of low precision is given back to a full parameter as it is",
+        file=BUCKET,
+        old="owner.to(self.params[place].dtype)",
+        new="owner",
+        tests="tests/ddp/test_failed_pass.py",
+    ),
+    Mutation(
         name="bucket: a pass given up leaves the body in .grad of view mode",
         file=BUCKET,
         old="        for place, kept in self._kept.items():\n            self.params[place].grad = kept\n",
