@@ -15,7 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..errors import MismatchError
+from ..errors import CommunicationError, MismatchError
 
 # How many Checkpointers this process has made on each group; ranks make them in the same order. By the group itself, not its
 # name: a process that leaves a world and joins another starts to count anew, as the others there do.
@@ -50,6 +50,8 @@ class Agreement:
         try:
             self._look(keys)
             self._store.wait(keys, self._timeout)
+        except CommunicationError:
+            raise  # somebody is known to be lost: no mistake of the ranks that came
         except RuntimeError as error:
             missing = [rank for rank, key in enumerate(keys) if not self._has(key)]
             # Taken back: whoever comes later must not take this for an answer. The next round has the same number.

@@ -24,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 from phalanx.comm.failure import gloo_threads, last_words
 from phalanx.comm.failure.board import board_of
+from phalanx.comm.failure.interruption import InterruptibleStore, Interruption
 from phalanx.comm.memory.heap import keep_freed_memory
 from phalanx.data.loader import Loader
 from phalanx.data.values import Exchange, FirstOnly
@@ -35,6 +36,9 @@ from phalanx.launch.store import open_store
 from phalanx.launch.variables import TRACE_DIRECTORY as TRACE_DIRECTORY
 from phalanx.observe import trace
 
+# gloo connects to everybody in one call that nobody can interrupt. All ranks are about to make it then, so that a time limit
+# tells as much: one of them has died in there, and the others meet again.
+_CONNECTING = timedelta(seconds=5)
 _LONGEST_S = 1e9  # thirty years; c10d counts milliseconds in 64 bits, and cannot count infinity
 
 
@@ -45,6 +49,7 @@ class Worker:
         self, environment: Environment, device: torch.device, backend: str, timeout_s: float | None = None
     ) -> None:
         self._timeout_s = timeout_s
+        self._store: InterruptibleStore | None = None
         self._refusal: RemovableHandle | None = None
         self.rank = environment.rank
         self.world = environment.world
@@ -80,9 +85,11 @@ class Worker:
 
         self._refusal = register_optimizer_step_pre_hook(refuse)
 
-    def rejoin(self, rank: int, world: int, store_path: str) -> None:
-        """Join a new group of `world` ranks of this host, as `rank`. Whatever was bound to the old one is the caller's."""
-        timeout = None if self._timeout_s is None else timedelta(seconds=self._timeout_s)
+    def rejoin(self, rank: int, world: int, store_path: str, interruption: Interruption) -> None:
+        """Join a new group of `world` ranks of this host, as `rank`. Whatever was bound to the old one is the caller's.
+
+        `interruption` ends every wait for a rank that will not come.
+        """
         self.rank = self.local_rank = self._exchange.rank = rank
         self.world = self.local_world = self._exchange.world = world
         self._exchange.is_joining = False
@@ -92,8 +99,14 @@ class Worker:
         names = ("RANK", "LOCAL_RANK"), ("WORLD_SIZE", "LOCAL_WORLD_SIZE")
         for value, variables in zip((rank, world), names, strict=True):
             os.environ.update(dict.fromkeys(variables, str(value)))
-        store = open_store(store_path)
-        dist.init_process_group(self.backend, store=store, rank=rank, world_size=world, timeout=timeout)
+        # Held here, since c10d holds half of it only.
+        self._store = InterruptibleStore(open_store(store_path), interruption)
+        limit = dist.default_pg_timeout if self._timeout_s is None else timedelta(seconds=self._timeout_s)
+        _wait_for_all(self._store, rank, world, limit)
+        brief = min(limit, _CONNECTING) if world > 1 else limit
+        dist.init_process_group(self.backend, store=self._store, rank=rank, world_size=world, timeout=brief)
+        # Private, as is every call that does it; tests/elastic/test_interruption.py would notice if it moved.
+        dist.distributed_c10d._set_pg_timeout(limit, dist.group.WORLD)
         self._group = weakref.ref(dist.group.WORLD)
 
     @property
@@ -188,6 +201,13 @@ class Worker:
         _leave(verifies=error is None)
 
 
+def _wait_for_all(store: InterruptibleStore, rank: int, world: int, limit: timedelta) -> None:
+    """Return when every rank has come to the store."""
+    keys = [f"phalanx/here/{each}" for each in range(world)]
+    store.set(keys[rank], "1")
+    store.wait(keys, limit)
+
+
 _worker: Worker | None = None
 
 
@@ -251,6 +271,7 @@ def _init_member(
     _check_usable(alone, chosen)
     _set_threads(alone, threads)
     keep_freed_memory(os.environ)
+    member.timeout_s = timeout_s
     if member.joins:
         dist.init_process_group(chosen, store=dist.HashStore(), rank=0, world_size=1)
         _worker = Worker(Environment("phalanx", 0, 1, 0, 1), place, chosen, timeout_s)
@@ -260,7 +281,7 @@ def _init_member(
         formed = member.meet()
         found = Environment("phalanx", formed.rank, formed.world, formed.rank, formed.world)
         _worker = Worker(found, place, chosen, timeout_s)
-        _worker.rejoin(formed.rank, formed.world, formed.store)
+        _worker.rejoin(formed.rank, formed.world, formed.store, member.interruption)
     _worker.member = member
     atexit.register(_leave_at_exit)
     return _worker
