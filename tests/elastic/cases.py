@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import sys
 import time
@@ -29,8 +30,8 @@ from tests.elastic.program import Plan, make_net, make_optimizer, train
 class Case:
     """A plan, how many run it, and what is done to them from outside.
 
-    `outside` are (what, seconds after a generation gets on, rank): a signal's name, or "scale N". Each waits for the one
-    before it and for a generation to get on since.
+    `outside` are (what, seconds after a generation gets on, rank): a signal's name, with " all" for every member, or "scale
+    N". Each waits for the one before it and for a generation to get on since; a negative number counts from the beginning.
     """
 
     plan: Plan
@@ -62,6 +63,8 @@ class Outcome:
     num_steps: int = 0
     num_generations: int = 0
     seconds: float = 0.0
+    stuck: list[float] = field(default_factory=list)
+    """When nothing had happened for seconds, but for what costs a time limit."""
     difference: float = 0.0
 
 
@@ -69,8 +72,8 @@ def run_case(case: Case, folder: Path) -> Outcome:
     """Run it, in `folder`, and check everything."""
     folder.mkdir(parents=True)
     outcome, begun = Outcome(), time.monotonic()
-    outside = list(case.outside)
-    limits = Limits(case.fewest, case.wanted, case.most, meeting_s=max(3.0, case.plan.timeout_s), start_s=20)
+    outside = [one for one in case.outside if one[1] >= 0]
+    limits = Limits(case.fewest, case.wanted, case.most, meeting_s=max(10.0, case.plan.timeout_s), start_s=20)
 
     def on_event(host: Host, event: dict[str, Any]) -> None:
         if event["event"] == "gets on" and outside:
@@ -79,6 +82,9 @@ def run_case(case: Case, folder: Path) -> Outcome:
 
     host = Host(lambda number: train(case.plan, str(folder), number), limits, case.limit_s, on_event=on_event)
     host.log = str(folder / "log")
+    for what, when, rank in case.outside:
+        if when < 0:
+            host.after(-when, lambda what=what, rank=rank: _do(host, what, rank))  # type: ignore[misc]
     try:
         host.run()
         _check(case, folder, host, outcome)
@@ -86,7 +92,8 @@ def run_case(case: Case, folder: Path) -> Outcome:
         outcome.error = f"{type(error).__name__}: {error}"
     outcome.seconds = round(time.monotonic() - begun, 2)
     outcome.num_generations = host.coordinator.membership.generation
-    _measure(folder, host, outcome)
+    _measure(case, folder, host, outcome)
+    outcome.stuck = host.stuck
     (folder / "events").write_text("\n".join(map(str, host.events)))
     return outcome
 
@@ -95,8 +102,10 @@ def _do(host: Host, what: str, rank: int) -> None:
     members = host.coordinator.membership.members
     if what.startswith("scale"):
         host.coordinator.scale(int(what.split()[1]), time.monotonic())
-    else:
-        host.signal(members[rank % len(members)], getattr(signal, what))
+    elif members:
+        name, _, every = what.partition(" ")
+        for worker in members if every else members[rank % len(members) :][:1]:
+            host.signal(worker, getattr(signal, name))
 
 
 def _check(case: Case, folder: Path, host: Host, outcome: Outcome) -> None:
@@ -124,10 +133,13 @@ def _check(case: Case, folder: Path, host: Host, outcome: Outcome) -> None:
         outcome.difference = reference.check_parameters(case.plan, folder, found, results)
 
 
-def _measure(folder: Path, host: Host, outcome: Outcome) -> None:
+def _measure(case: Case, folder: Path, host: Host, outcome: Outcome) -> None:
     """Seconds from each fault to the next step that was committed in a generation formed since."""
     deaths = [json.loads(path.read_text())[0] - host._begun for path in folder.glob("fault-*")]
     deaths += [event["at"] for event in host.events if event["event"] == "sent SIGKILL"]
+    # What costs the time limit by its nature is not measured: a rank that stops must be silent for so long.
+    stopped = any(fault[0] == "stop" for fault in case.plan.faults) or any("STOP" in what for what, _, _ in case.outside)
+    deaths = [] if stopped else deaths
     gets_on = [event["at"] for event in host.events if event["event"] == "gets on"]
     for death in deaths:
         later = [at for at in gets_on if at > death]
@@ -144,14 +156,29 @@ def warm() -> None:
     warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
 
 
+def warm_compiler() -> None:
+    """Dynamo takes many seconds to import and to compile for the first time."""
+    net = make_net(Plan())
+    torch.compile(net, backend="aot_eager")(torch.zeros(2, 24, dtype=torch.float64)).sum().backward()
+    torch.compiler.reset()
+
+
 def main() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     torch.set_num_threads(1)
     warm()
     folder = Path(sys.argv[1])
-    for number, value in enumerate(json.load(sys.stdin)):
+    deadline = time.monotonic() + float(os.environ.get("PHALANX_CASES_SECONDS", "inf"))
+    cases = json.load(sys.stdin)
+    if any(value["plan"]["compiles"] for value in cases):
+        warm_compiler()
+    for number, value in enumerate(cases):
+        if time.monotonic() > deadline:
+            break
         outcome = run_case(Case.of(value), folder / str(number))
         print(json.dumps(asdict(outcome)), flush=True)
+        if not outcome.error and not outcome.stuck:
+            shutil.rmtree(folder / str(number))
 
 
 if __name__ == "__main__":

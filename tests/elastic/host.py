@@ -39,12 +39,13 @@ class Host:
     """When nothing has happened for so long, stacks are written to the logs, and the moment to `stuck`."""
     stuck: list[float] = field(default_factory=list)
     _dumped: float = 0.0
+    timers: list[tuple[float, Callable[[], None]]] | None = None
+    _before: list[tuple[float, Callable[[], None]]] = field(default_factory=list)
 
     def run(self) -> Coordinator:
         self._begun = time.monotonic()
         self.coordinator = Coordinator(self.limits, self._start, self._kill, self._wake, self._notice)
-        timers: list[tuple[float, Callable[[], None]]] = []
-        self.timers = timers
+        timers = self.timers = [(self._begun + after, action) for after, action in self._before]
         try:
             self.coordinator.begin(time.monotonic())
             while not self.coordinator.is_over or self.pids:
@@ -74,7 +75,11 @@ class Host:
         return self.coordinator
 
     def after(self, seconds: float, action: Callable[[], None]) -> None:
-        self.timers.append((time.monotonic() + seconds, action))
+        """Do it so many seconds from now, or from the beginning."""
+        if self.timers is None:
+            self._before.append((seconds, action))
+        else:
+            self.timers.append((time.monotonic() + seconds, action))
 
     def signal(self, worker: int, number: int) -> None:
         if worker in self.pids:

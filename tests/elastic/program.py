@@ -22,6 +22,10 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import phalanx
+from phalanx.checkpoint.agreement import Agreement
+from phalanx.checkpoint.checkpointer import Checkpointer
+from phalanx.comm.group.process_group import PhalanxProcessGroup
+from phalanx.comm.shm.transport.rendezvous import Rendezvous
 from phalanx.elastic.training import Training
 from phalanx.elastic.transaction import Transaction
 from phalanx.launch.elastic.member import Member
@@ -49,6 +53,8 @@ class Plan:
     epochs: int = 2
     timeout_s: float = 20.0
     pause_s: float = 0.003
+    compiles: bool = False
+    saves: bool = False
     faults: tuple[tuple[str, str, int, int], ...] = ()
 
 
@@ -167,6 +173,10 @@ def _around(owner: Any, name: str, faults: Faults, before: str, after: str) -> N
 def _arm(faults: Faults) -> None:
     """Moments that are inside of phalanx."""
     for owner, name, moment in (
+        (Checkpointer, "save", "save"),
+        (Agreement, "exchange", "agree"),
+        (PhalanxProcessGroup, "__init__", "group"),
+        (Rendezvous, "meet", "links"),
         (Transaction, "write", "write"),
         (Transaction, "read", "read"),
         (Transaction, "keep", "keep"),
@@ -195,6 +205,7 @@ def train(plan: Plan, folder: str, number: int) -> None:
         _register(model, plan.model.removeprefix("hook:"))
     faults.at("wrapped")
     params = list(model.parameters())
+    called: Any = torch.compile(model, backend="phalanx") if plan.compiles else model
     optimizer = make_optimizer(plan, params, True)
     scheduler = make_scheduler(plan, optimizer)
     data = make_data(plan)
@@ -203,9 +214,10 @@ def train(plan: Plan, folder: str, number: int) -> None:
 
     loader = worker.loader(_dataloader(plan, data), model) if plan.has_loader else None
     position = Position()
+    checkpointer = Checkpointer(f"{folder}/saved", called, optimizer, scheduler, loader) if plan.saves else None
     faults.at("ready")
 
-    @phalanx.elastic.run(model, optimizer, scheduler, loader, None if plan.has_loader else {"position": position})
+    @phalanx.elastic.run(called, optimizer, scheduler, loader, None if plan.has_loader else {"position": position})
     def steps(training: Training) -> None:
         faults.training = training
         micro = 0
@@ -220,7 +232,7 @@ def train(plan: Plan, folder: str, number: int) -> None:
             faults.at("batch")
             is_last = micro + 1 == plan.accumulate
             with contextlib.nullcontext() if is_last else model.no_sync():
-                loss = loss_of(model, batch, noise) / plan.accumulate
+                loss = loss_of(called, batch, noise) / plan.accumulate
                 faults.at("forward")
                 loss.backward()
             faults.at("reduced")
@@ -231,6 +243,8 @@ def train(plan: Plan, folder: str, number: int) -> None:
                     one.zero_grad()
                 if scheduler is not None:
                     scheduler.step()
+                if checkpointer is not None and (training.step + 1) % 5 == 0:
+                    checkpointer.save(training.step + 1)
             micro = (micro + 1) % plan.accumulate
             time.sleep(plan.pause_s)
 
