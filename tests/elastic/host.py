@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from phalanx.launch import worker as worker_module
 from phalanx.launch.elastic.coordinator import Coordinator
 from phalanx.launch.elastic.membership import Limits
 
@@ -35,10 +36,11 @@ class Host:
     _pidfds: dict[int, int] = field(default_factory=dict)
     codes: dict[int, int] = field(default_factory=dict)
     log: str = ""
-    stuck_s: float = 4.0
+    stuck_s: float = 6.0
     """When nothing has happened for so long, stacks are written to the logs, and the moment to `stuck`."""
     stuck: list[float] = field(default_factory=list)
     _dumped: float = 0.0
+    _is_ending: bool = False
     timers: list[tuple[float, Callable[[], None]]] | None = None
     _before: list[tuple[float, Callable[[], None]]] = field(default_factory=list)
 
@@ -68,6 +70,7 @@ class Host:
                     timers.remove(timer)
                     timer[1]()
         finally:
+            self._is_ending = True
             for worker in list(self.pids):
                 os.kill(self.pids[worker], signal.SIGKILL)
                 self._reap(worker)
@@ -87,7 +90,7 @@ class Host:
             self._notice({"event": f"sent {signal.Signals(number).name}", "worker": worker})
 
     def _start(self, count: int) -> None:
-        for _ in range(count):
+        for _ in range(0 if self._is_ending else count):
             joins = self.coordinator.joins
             worker, theirs = self.coordinator.connect(time.monotonic())
             environ = self.coordinator.variables(worker, theirs, joins)
@@ -117,11 +120,10 @@ class Host:
         except BaseException:
             traceback.print_exc()
         finally:
+            # Of all that runs at the end of an interpreter only what matters to the others: torch's own takes seconds.
+            worker_module._leave_at_exit()
             sys.stdout.flush()
             sys.stderr.flush()
-            import atexit
-
-            atexit._run_exitfuncs()
             os._exit(code)
 
     def _kill(self, worker: int, why: str) -> None:

@@ -7,17 +7,19 @@ into the loss. What is written last of a step is what was committed. From the re
 from __future__ import annotations
 
 import contextlib
+import gc
 import hashlib
 import json
 import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -55,6 +57,8 @@ class Plan:
     pause_s: float = 0.003
     compiles: bool = False
     saves: bool = False
+    generations: int = 0
+    """Without a loader: train until there have been so many, and count what each leaves behind (`census`)."""
     faults: tuple[tuple[str, str, int, int], ...] = ()
 
 
@@ -217,7 +221,10 @@ def train(plan: Plan, folder: str, number: int) -> None:
     checkpointer = Checkpointer(f"{folder}/saved", called, optimizer, scheduler, loader) if plan.saves else None
     faults.at("ready")
 
-    @phalanx.elastic.run(called, optimizer, scheduler, loader, None if plan.has_loader else {"position": position})
+    extra = None if plan.has_loader else {"position": position}
+    on_event = _census_taker(f"{folder}/census-{number}") if plan.generations else None
+
+    @phalanx.elastic.run(called, optimizer, scheduler, loader, extra, on_event=on_event)
     def steps(training: Training) -> None:
         faults.training = training
         micro = 0
@@ -259,6 +266,28 @@ def train(plan: Plan, folder: str, number: int) -> None:
         json.dump(result, file)
 
 
+def census() -> dict[str, int]:
+    """What this process holds of the system."""
+    gc.collect()
+    with open("/proc/self/maps") as maps, open("/proc/self/statm") as memory:
+        return {
+            "descriptors": len(os.listdir("/proc/self/fd")),
+            "threads": len(os.listdir("/proc/self/task")),
+            "maps": len(maps.readlines()),
+            "pages": int(memory.read().split()[1]),
+            "shm": len(os.listdir("/dev/shm")),
+            "groups": len(dist.distributed_c10d._world.pg_map),
+        }
+
+
+def _census_taker(path: str) -> Callable[[Any], None]:
+    def take(event: Any) -> None:
+        with open(path, "a") as file:
+            file.write(json.dumps({"generation": event["generation"], "world": event["world"], **census()}) + "\n")
+
+    return take
+
+
 def _steppers(plan: Plan, optimizer: Any) -> list[Any]:
     if plan.optimizer == "inside":
         return []
@@ -277,7 +306,10 @@ def _batches(
             for batch, ids in loader:
                 yield batch, ids.tolist(), loader.count
         return
-    while position.used < plan.samples:
+    while position.used < plan.samples or plan.generations:
+        assert worker.member is not None and worker.member.formed is not None
+        if 0 < plan.generations <= worker.member.formed.generation:
+            return
         # What is left over of the world's batches goes to rank 0 alone, with what the others have already.
         start = position.used + worker.rank * plan.batch
         ids = [number % plan.samples for number in range(start, start + plan.batch)]

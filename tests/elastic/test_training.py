@@ -52,6 +52,8 @@ def test_runs_through_faults_come_to_what_their_steps_give(cases: dict[str, Case
     command = [sys.executable, "-m", "tests.elastic.cases", str(tmp_path / "runs")]
     done = subprocess.run(command, input=text, env=environ, capture_output=True, text=True, timeout=150)
     assert done.returncode == 0, done.stderr[-3000:]
-    outcomes = dict(zip(cases, map(json.loads, done.stdout.splitlines()), strict=True))
+    names = list(cases)
+    outcomes = {names[outcome["number"]]: outcome for outcome in map(json.loads, done.stdout.splitlines())}
+    assert set(outcomes) == set(names)
     failed = {name: outcome["error"] for name, outcome in outcomes.items() if outcome["error"]}
     assert not failed, failed

@@ -33,10 +33,15 @@ class Agreement:
         self.world = 1 if group is None else dist.get_world_size(group)
         self._timeout = timedelta(seconds=timeout_s)
         self._round = 0
+        self._of = None if group is None else weakref.ref(group)
         self._store: dist.Store | None = None
         if group is not None and self.world > 1:
             number = _made[group] = _made.get(group, 0) + 1
             self._store = dist.PrefixStore(f"phalanx/checkpoint/{number}", group.get_group_store())
+
+    def is_of(self, group: dist.ProcessGroup | None) -> bool:
+        """Whether these are the ranks of `group`."""
+        return group is (None if self._of is None else self._of())
 
     def exchange(self, value: dict[str, Any], doing: str) -> list[dict[str, Any]]:
         """What every rank says, by rank. Raises MismatchError on the ranks that came if some did not.
