@@ -25,6 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from phalanx.comm.failure import gloo_threads, last_words
 from phalanx.comm.failure.board import board_of
 from phalanx.comm.failure.interruption import InterruptibleStore, Interruption
+from phalanx.comm.failure.log_store import LogStore
 from phalanx.comm.memory.heap import keep_freed_memory
 from phalanx.data.loader import Loader
 from phalanx.data.values import Exchange, FirstOnly
@@ -32,7 +33,6 @@ from phalanx.errors import ArgumentTypeError, ConfigError, MismatchError, PeerFa
 from phalanx.launch.elastic.member import Member
 from phalanx.launch.environment import Environment, detect
 from phalanx.launch.resources import threads_for as threads_for
-from phalanx.launch.store import open_store
 from phalanx.launch.variables import TRACE_DIRECTORY as TRACE_DIRECTORY
 from phalanx.observe import trace
 
@@ -100,7 +100,7 @@ class Worker:
         for value, variables in zip((rank, world), names, strict=True):
             os.environ.update(dict.fromkeys(variables, str(value)))
         # Held here, since c10d holds half of it only.
-        self._store = InterruptibleStore(open_store(store_path), interruption)
+        self._store = InterruptibleStore(LogStore(store_path, interruption), interruption)
         limit = dist.default_pg_timeout if self._timeout_s is None else timedelta(seconds=self._timeout_s)
         _wait_for_all(self._store, rank, world, limit)
         brief = min(limit, _CONNECTING) if world > 1 else limit

@@ -22,8 +22,7 @@ from ...errors import CommunicationError
 T = TypeVar("T")
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0002, 0.01
-# A store that fails by itself, as on half a record of a rank that was killed while it wrote, fails a moment before whoever
-# interrupts has heard of that rank's end.
+# A store that fails by the end of the rank that serves it fails a moment before whoever interrupts has heard of that end.
 _GRACE_S = 0.5
 
 
@@ -42,8 +41,28 @@ def awaited(interruption: Interruption, limit_s: float = _GRACE_S) -> Communicat
     return error
 
 
+class Keys(Protocol):
+    """What an `InterruptibleStore` needs of what it is made of: nothing of it waits for a key."""
+
+    def set(self, key: str, value: str) -> None: ...
+
+    def get(self, key: str) -> bytes: ...
+
+    def multi_get(self, keys: list[str]) -> list[bytes]: ...
+
+    def add(self, key: str, value: int) -> int: ...
+
+    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes: ...
+
+    def check(self, keys: list[str]) -> bool: ...
+
+    def delete_key(self, key: str) -> bool: ...
+
+    def num_keys(self) -> int: ...
+
+
 class InterruptibleStore(dist.Store):
-    """Another store, until it is interrupted. Whoever makes it holds it for as long as a group uses it.
+    """Keys and values, until they are interrupted. Whoever makes it holds it for as long as a group uses it.
 
     c10d calls a store written in Python by the names below, some of which differ between Python and C++. It holds only the
     C++ half: with the Python half gone, every call would fail.
@@ -52,9 +71,9 @@ class InterruptibleStore(dist.Store):
     # mypy: disable-error-code="override"
     # c10d declares some of these as several overloads, which no single Python signature matches.
 
-    def __init__(self, store: dist.Store, interruption: Interruption) -> None:
+    def __init__(self, keys: Keys, interruption: Interruption) -> None:
         super().__init__()
-        self._inner = store
+        self._inner = keys
         self._interruption = interruption
 
     def set(self, key: str, value: str) -> None:

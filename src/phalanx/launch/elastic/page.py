@@ -31,9 +31,9 @@ class Page:
         self._descriptor = descriptor
         self.path = f"/proc/{os.getpid()}/fd/{descriptor}"
         """Where the worker finds it, of a page that the launcher has made."""
-        pages = mmap.mmap(descriptor, mmap.PAGESIZE)
+        self._memory = mmap.mmap(descriptor, mmap.PAGESIZE)
         # Native words: each is stored by one instruction, so that the other side never sees half of one.
-        self._words = memoryview(pages).cast("q")
+        self._words = memoryview(self._memory).cast("q")
 
     @classmethod
     def make(cls, name: str) -> Page:
@@ -49,7 +49,9 @@ class Page:
         return cls(os.open(path, os.O_RDWR | os.O_CLOEXEC))
 
     def close(self) -> None:
-        """Let go of the file. What is mapped stays, for a thread that may still look."""
+        """Let go of it; neither side's words can be read or written any more. Not while a heart beats on it."""
+        self._words.release()
+        self._memory.close()
         os.close(self._descriptor)
 
     # -- the launcher's words --------------------------------------------------------------------
