@@ -114,7 +114,7 @@ def _check(case: Case, folder: Path, host: Host, outcome: Outcome) -> None:
     fired = [int(path.name.split("-")[1]) for path in folder.glob("fault-*")]
     outcome.fired = [" ".join(map(str, case.plan.faults[number])) for number in sorted(fired)]
     outcome.fired += [event["event"] for event in host.events if event["event"].startswith(("sent", "scale"))]
-    expected = len(case.plan.faults) + len(case.outside)
+    expected = len(case.plan.faults) + sum(case.wanted if what.endswith(" all") else 1 for what, _, _ in case.outside)
     assert not case.must_fire or len(outcome.fired) == expected, f"of {expected} faults only {outcome.fired} fired"
     results = {int(path.name.split("-")[1]): json.loads(path.read_text()) for path in folder.glob("result-*")}
     assert results, f"nobody came to the end: {host.codes}"
@@ -125,6 +125,9 @@ def _check(case: Case, folder: Path, host: Host, outcome: Outcome) -> None:
     found = reference.committed_records(folder)
     reference.check_records(case.plan, found, outcome.num_steps)
     reference.check_random_numbers(folder)
+    reference.check_commits(folder)
+    if case.plan.generations:
+        _check_census(folder)
     params = {name for name, _ in make_net(case.plan).named_parameters()}
     for name in params:
         assert len({result["digests"][name] for result in results.values()}) == 1, f"replicas differ in {name}"
@@ -132,6 +135,17 @@ def _check(case: Case, folder: Path, host: Host, outcome: Outcome) -> None:
     even = len({record["count"] for records in found.values() for record in records}) == 1
     if case.plan.accumulate == 1 or even:
         outcome.difference = reference.check_parameters(case.plan, folder, found, results)
+
+
+def _check_census(folder: Path) -> None:
+    """A worker that has lived through all generations holds no more after the last than after the first ones."""
+    counts = [json.loads(line) for line in (folder / "census-0").read_text().splitlines()]
+    for world in {count["world"] for count in counts}:
+        early, *_, late = [count for count in counts if count["world"] == world and count["generation"] > 4]
+        for name in ("descriptors", "threads", "shm", "groups"):
+            assert late[name] <= early[name], f"{name}: {[count[name] for count in counts]}"
+        # The allocator and the kernel take and join a few as they like.
+        assert late["maps"] <= early["maps"] + 4 and late["pages"] < 1.02 * early["pages"], counts
 
 
 def _measure(case: Case, folder: Path, host: Host, outcome: Outcome) -> None:

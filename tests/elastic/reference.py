@@ -65,6 +65,13 @@ def check_random_numbers(folder: Path) -> None:
         assert len(set(drawn.values())) == len(drawn), f"{path.name}: a random number came twice"
 
 
+def check_commits(folder: Path) -> None:
+    """Whoever begins a step has committed the one before it, and never makes that one again."""
+    for path in folder.glob("records-*"):
+        steps = [json.loads(line)["step"] for line in path.read_text().splitlines()]
+        assert steps == sorted(steps), f"{path.name}: a committed step was undone: {steps}"
+
+
 def compute(plan: Plan, steps: dict[int, list[Record]], num_steps: int) -> tuple[dict[str, torch.Tensor], dict[int, Any]]:
     """The parameters after all committed steps, and the buffers of each worker."""
     net, data = make_net(plan), make_data(plan)

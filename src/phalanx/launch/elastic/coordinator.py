@@ -66,6 +66,7 @@ class Coordinator:
         self._generations: list[Generation] = []
         self._next_worker = 0
         self._has_committed = False
+        self._has_trained: set[int] = set()  # workers of any generation so far
         self.failure = ""
         """Why the run was given up, if it was."""
 
@@ -216,6 +217,10 @@ class Coordinator:
 
     def _form(self, number: int, members: tuple[int, ...]) -> None:
         before = next((one for one in reversed(self._generations) if one.version() != VOID), None)
+        if before is None and self._has_committed and not self._has_trained & set(members):
+            self._do(self.membership.lost_state())
+            return
+        self._has_trained.update(members)
         store = RunStore()
         made = Generation(number, members, store, store.renew())
         made.files = [Files(f"state-{number}-{rank}") for rank in range(len(members))]

@@ -168,6 +168,12 @@ class Membership:
                 self.state = RunState.GATHERING
         return actions + self._settle(now)
 
+    def lost_state(self) -> list[Action]:
+        """Nobody is left who has what was learnt."""
+        return self._give_up(
+            "every rank that held the state is lost. Start the run again from the newest checkpoint (Checkpointer.restore)"
+        )
+
     def committed(self, now: float) -> list[Action]:
         """The generation has completed a step."""
         self._fruitless = 0
