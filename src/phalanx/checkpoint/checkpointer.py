@@ -38,7 +38,7 @@ from .storage.writer import PATIENCE_S, Job
 logger = logging.getLogger("phalanx.checkpoint")
 
 _LOOK_S = 0.2
-_PARTED_S = 10.0  # how long a save of ranks that are not together any more may take to end
+_PARTED_S = 1.0  # how long a save of ranks that are not together any more may take to end: the next one begins at once
 
 
 class Damaged(StateError):
