@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import phalanx
 from phalanx.checkpoint.agreement import Agreement
 from phalanx.checkpoint.checkpointer import Checkpointer
+from phalanx.comm.failure.board import group_timeout_s
 from phalanx.comm.group.process_group import PhalanxProcessGroup
 from phalanx.comm.shm.transport.rendezvous import Rendezvous
 from phalanx.elastic.training import Training
@@ -227,6 +228,8 @@ def train(plan: Plan, folder: str, number: int) -> None:
     @phalanx.elastic.run(called, optimizer, scheduler, loader, extra, on_event=on_event)
     def steps(training: Training) -> None:
         faults.training = training
+        world = dist.group.WORLD
+        assert world is not None and (worker.world == 1 or group_timeout_s(world) == plan.timeout_s)
         micro = 0
         for batch, ids, count in _batches(plan, training, worker, loader, position, data):
             noise = float(torch.rand(()))

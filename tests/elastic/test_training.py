@@ -15,7 +15,7 @@ from tests.cluster.process import SEARCH_PATH
 from tests.elastic.cases import Case
 from tests.elastic.program import Plan
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(400)
 
 
 def _one(moment: str, rank: int, step: int = 4, what: str = "kill") -> tuple[tuple[str, str, int, int], ...]:
@@ -67,7 +67,7 @@ def test_runs_through_faults_come_to_what_their_steps_give(cases: dict[str, Case
     environ = {**os.environ, "PYTHONPATH": SEARCH_PATH, "OMP_NUM_THREADS": "1"}
     text = json.dumps([asdict(case) for case in cases.values()])
     command = [sys.executable, "-m", "tests.elastic.cases", str(tmp_path / "runs")]
-    done = subprocess.run(command, input=text, env=environ, capture_output=True, text=True, timeout=150)
+    done = subprocess.run(command, input=text, env=environ, capture_output=True, text=True, timeout=360)
     assert done.returncode == 0, done.stderr[-3000:]
     names = list(cases)
     outcomes = {names[outcome["number"]]: outcome for outcome in map(json.loads, done.stdout.splitlines())}

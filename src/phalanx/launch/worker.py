@@ -24,21 +24,18 @@ from torch.utils.hooks import RemovableHandle
 
 from phalanx.comm.failure import gloo_threads, last_words
 from phalanx.comm.failure.board import board_of
-from phalanx.comm.failure.interruption import InterruptibleStore, Interruption
-from phalanx.comm.failure.log_store import LogStore
+from phalanx.comm.failure.interruption import Interruption
 from phalanx.comm.memory.heap import keep_freed_memory
 from phalanx.data.loader import Loader
 from phalanx.data.values import Exchange, FirstOnly
 from phalanx.errors import ArgumentTypeError, ConfigError, MismatchError, PeerFailure
+from phalanx.launch.elastic.group import make_group
 from phalanx.launch.elastic.member import Member
 from phalanx.launch.environment import Environment, detect
 from phalanx.launch.resources import threads_for as threads_for
 from phalanx.launch.variables import TRACE_DIRECTORY as TRACE_DIRECTORY
 from phalanx.observe import trace
 
-# gloo connects to everybody in one call that nobody can interrupt. All ranks are about to make it then, so that a time limit
-# tells as much: one of them has died in there, and the others meet again.
-_CONNECTING = timedelta(seconds=5)
 _LONGEST_S = 1e9  # thirty years; c10d counts milliseconds in 64 bits, and cannot count infinity
 
 
@@ -49,7 +46,7 @@ class Worker:
         self, environment: Environment, device: torch.device, backend: str, timeout_s: float | None = None
     ) -> None:
         self._timeout_s = timeout_s
-        self._store: InterruptibleStore | None = None
+        self._store: dist.Store | None = None
         self._refusal: RemovableHandle | None = None
         self.rank = environment.rank
         self.world = environment.world
@@ -99,14 +96,8 @@ class Worker:
         names = ("RANK", "LOCAL_RANK"), ("WORLD_SIZE", "LOCAL_WORLD_SIZE")
         for value, variables in zip((rank, world), names, strict=True):
             os.environ.update(dict.fromkeys(variables, str(value)))
-        # Held here, since c10d holds half of it only.
-        self._store = InterruptibleStore(LogStore(store_path, interruption), interruption)
-        limit = dist.default_pg_timeout if self._timeout_s is None else timedelta(seconds=self._timeout_s)
-        _wait_for_all(self._store, rank, world, limit)
-        brief = min(limit, _CONNECTING) if world > 1 else limit
-        dist.init_process_group(self.backend, store=self._store, rank=rank, world_size=world, timeout=brief)
-        # Private, as is every call that does it; tests/elastic/test_interruption.py would notice if it moved.
-        dist.distributed_c10d._set_pg_timeout(limit, dist.group.WORLD)
+        place = rank, world
+        self._store = make_group(self.backend, self.device, place, store_path, interruption, self._timeout_s)
         self._group = weakref.ref(dist.group.WORLD)
 
     @property
@@ -199,13 +190,6 @@ class Worker:
         if isinstance(error, Exception):
             last_words.tell(error)  # while there is a group in which to say it
         _leave(verifies=error is None)
-
-
-def _wait_for_all(store: InterruptibleStore, rank: int, world: int, limit: timedelta) -> None:
-    """Return when every rank has come to the store."""
-    keys = [f"phalanx/here/{each}" for each in range(world)]
-    store.set(keys[rank], "1")
-    store.wait(keys, limit)
 
 
 _worker: Worker | None = None
