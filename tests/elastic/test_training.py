@@ -26,7 +26,7 @@ HELD = {
     "no fault": Case(Plan()),
     "rank 0 in backward": Case(Plan(faults=_one("backward", 0))),
     "after the step": Case(Plan(faults=_one("stepped", 1))),
-    "buffers": Case(Plan(model="norm", faults=_one("stepped", 0, 3))),
+    "buffers": Case(Plan(model="norm", faults=_one("backward", 0, 3))),
     "mixed precision": Case(Plan(model="low", faults=_one("forward", 1, 3))),
     "powersgd": Case(Plan(model="hook:powersgd", faults=_one("forward", 1, 3))),
     "int8": Case(Plan(model="hook:int8", faults=_one("backward", 1, 3))),

@@ -7,7 +7,7 @@ from tests.mutants.mutation import Mutation
 TRAINING = "src/phalanx/elastic/training.py"
 TRANSACTION = "src/phalanx/elastic/transaction.py"
 DECISION = "src/phalanx/elastic/decision.py"
-IMAGE = "src/phalanx/elastic/image.py"
+GROUP = "src/phalanx/launch/elastic/group.py"
 MEMBERSHIP = "src/phalanx/launch/elastic/membership.py"
 COORDINATOR = "src/phalanx/launch/elastic/coordinator.py"
 SILENCE = "src/phalanx/launch/elastic/silence.py"
@@ -67,13 +67,6 @@ MUTATIONS = (
         old="    return Decision(newest + 1, whole[0],",
         new="    return Decision(newest, whole[0],",
         tests="tests/elastic/test_decision.py",
-    ),
-    Mutation(
-        name="elastic: a slot that is written over still says its old version",
-        file=IMAGE,
-        old="        os.pwrite(self._head, SLOT.pack(VOID, 0, 0, 0), at)\n",
-        new="",
-        tests="tests/elastic/test_images.py",
     ),
     Mutation(
         name="elastic: a member that others waited for in vain is not fenced",
@@ -158,6 +151,20 @@ MUTATIONS = (
         old="                if error is not None:\n                    raise error from None\n",
         new="",
         tests=WAITS,
+    ),
+    Mutation(
+        name="elastic: attempts at a group that failed change its keys",
+        file=GROUP,
+        old="    dist.distributed_c10d._world.group_count = 0\n",
+        new="",
+        tests="tests/elastic/test_group.py",
+    ),
+    Mutation(
+        name="elastic: collectives have the time limit of connecting",
+        file=GROUP,
+        old="    brief = min(limit, _CONNECTING) if world > 1 else limit\n",
+        new="    limit = brief = min(limit, _CONNECTING) if world > 1 else limit\n",
+        tests="tests/elastic/test_group.py",
     ),
     Mutation(
         name="elastic: a Checkpointer stays with the ranks of the beginning",
