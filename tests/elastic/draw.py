@@ -39,8 +39,7 @@ def draw(seed: int) -> Case:
         # The program without a loader commits every batch; the reference does not know buffers under no_sync.
         accumulate=chance.choice((1, 1, 1, 2)) if has_loader and optimizer != "inside" and model != "norm" else 1,
         has_loader=has_loader,
-        # Batch normalisation refuses a batch of one, which a rest can be.
-        samples=144 if model == "norm" else chance.choice((90, 150, 151)),
+        samples=chance.choice((90, 150, 151)),
         timeout_s=2.0 if stops else 20.0,
         compiles=chance.random() < 0.02 and model == "plain" and optimizer != "inside",
         saves=saves,

@@ -69,7 +69,8 @@ def make_net(plan: Plan) -> nn.Module:
     # Wide enough for several buckets.
     layers: list[nn.Module] = [nn.Linear(WIDTH, 4 * WIDTH), nn.ReLU(), nn.Linear(4 * WIDTH, WIDTH)]
     if plan.model == "norm":
-        layers.insert(1, nn.BatchNorm1d(4 * WIDTH))
+        # Of several values per sample, since what is left of an epoch may be one sample per rank.
+        layers[1:1] = [nn.Unflatten(1, (WIDTH, 4)), nn.BatchNorm1d(WIDTH), nn.Flatten()]
     net = nn.Sequential(*layers)
     return net if plan.model == "low" else net.double()
 
