@@ -42,6 +42,8 @@ class Case:
     outside: tuple[tuple[str, float, int], ...] = ()
     limit_s: float = 60.0
     must_fire: bool = True
+    most_lost: int | None = None
+    """How many may end badly; the others must live through it."""
 
     @classmethod
     def of(cls, value: dict[str, Any]) -> Case:
@@ -119,6 +121,9 @@ def _check(case: Case, folder: Path, host: Host, outcome: Outcome) -> None:
     results = {int(path.name.split("-")[1]): json.loads(path.read_text()) for path in folder.glob("result-*")}
     assert results, f"nobody came to the end: {host.codes}"
     assert set(results) >= {worker for worker in host.coordinator.membership.members if host.codes[worker] == 0}
+    fenced = {event["worker"] for event in host.events if event["event"] == "fenced"}
+    lost = [worker for worker, code in host.codes.items() if code and worker not in fenced]
+    assert case.most_lost is None or len(lost) <= case.most_lost, f"too many were lost: {lost}"
     steps = {result["step"] for result in results.values()}
     assert len(steps) == 1, f"ranks ended after different steps: {results}"
     outcome.num_steps = steps.pop()

@@ -34,7 +34,7 @@ HELD = {
     "without a loader": Case(Plan(has_loader=False, faults=_one("stepped", 0, 3))),
     "before the first step": Case(Plan(faults=_one("ready", 1, 0))),
     "gloo": Case(Plan(backend="gloo", faults=_one("backward", 0))),
-    "while it saves": Case(Plan(saves=True, faults=_one("save>", 1))),
+    "while it saves": Case(Plan(saves=True, faults=_one("save>", 1)), most_lost=1),
     "while ranks meet, twice": Case(Plan(faults=(("kill", "forward", 2, 3), ("kill", "links<", 0, 3)))),
     # Nobody is left to notice it but the launcher, which lets them go on.
     "all stop": Case(Plan(timeout_s=1.5), outside=(("SIGSTOP all", 0.02, 0),)),
