@@ -60,12 +60,13 @@ def _make_after_failures(rank: int, world: int, folder: str, backend: str) -> fl
         del store
 
 
-def _connect_to_the_dead(rank: int, world: int, path: str) -> float:
-    """Rank 1 tells where it is to be found, and dies before anybody finds it."""
+def _connect_to_the_dead(rank: int, world: int, path: str, mine: int) -> float:
+    """The other rank tells where it is to be found, and dies before it is; as rank `mine` one waits to be connected to, or
+    connects."""
     child = os.fork()
     if child == 0:
         store = InterruptibleStore(_DyingStore(path, Whole()), Whole())
-        dist.ProcessGroupGloo(store, 1, 2, timeout=timedelta(seconds=30))
+        dist.ProcessGroupGloo(store, 1 - mine, 2, timeout=timedelta(seconds=30))
         os._exit(0)
     alarm = Alarm()
     threading.Thread(target=alarm.wait_for, args=(child,), daemon=True).start()
@@ -73,7 +74,9 @@ def _connect_to_the_dead(rank: int, world: int, path: str) -> float:
     begun = time.monotonic()
     # gloo itself may notice that nobody listens at the address; then nobody has to end it.
     with contextlib.suppress(PeerFailure, RuntimeError):
-        interruptible(lambda: dist.ProcessGroupGloo(store, 0, 2, timeout=timedelta(seconds=30)), alarm)
+        interruptible(lambda: dist.ProcessGroupGloo(store, mine, 2, timeout=timedelta(seconds=30)), alarm)
+    while alarm.code is None and time.monotonic() < begun + 30:
+        time.sleep(0.01)
     assert alarm.code == -signal.SIGKILL
     return time.monotonic() - begun
 
@@ -97,10 +100,12 @@ class Alarm:
         return None if self.code is None else PeerFailure("rank 1 is no more", [1])
 
 
-def test_gloo_does_not_wait_for_one_that_died_before_it_connected(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mine", [0, 1])
+def test_gloo_does_not_wait_for_one_that_died_before_it_connected(mine: int, tmp_path: Path) -> None:
     (tmp_path / "store").touch()
     # The thread that is left behind in gloo is what this costs.
-    (seconds,) = run_ranks(1, _connect_to_the_dead, str(tmp_path / "store"), backend=None, allow_leaks=["threads", "native_threads"])
+    leaks = ["threads", "native_threads"]
+    (seconds,) = run_ranks(1, _connect_to_the_dead, str(tmp_path / "store"), mine, backend=None, allow_leaks=leaks)
     assert seconds < 10.0
 
 
