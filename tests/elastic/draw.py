@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 from tests.elastic.cases import Case
 from tests.elastic.program import Plan
@@ -12,7 +13,8 @@ MODELS = ("plain", "plain", "plain", "norm", "low", "hook:half", "hook:powersgd"
 # How often each is drawn. Stopping costs the time limit.
 FAULTS = {"kill": 8, "raise": 3, "exit": 2, "end": 2, "stop": 1}
 IN_STEP = ("batch", "forward", "backward", "reduced", "stepped")
-INSIDE = ("write", "read", "keep", "give", "meet", "rejoin", "part", "barrier", "renew")
+INSIDE = ("write", "read", "keep", "give", "meet", "rejoin", "part", "barrier", "renew", "group", "links")
+SAVING = ("save", "agree")
 OUTSIDE = ("start", "joined", "wrapped", "ready", "over")
 
 
@@ -27,7 +29,8 @@ def draw(seed: int) -> Case:
         model = "plain"
     num_faults = chance.choice((1, 1, 2))
     has_loader = chance.random() < 0.85
-    faults = tuple(_draw_fault(chance, number) for number in range(num_faults))
+    saves = chance.random() < 0.1 and optimizer != "inside" and has_loader
+    faults = tuple(_draw_fault(chance, number, saves) for number in range(num_faults))
     stops = any(fault[0] == "stop" for fault in faults)
     plan = Plan(
         optimizer=optimizer,
@@ -36,30 +39,34 @@ def draw(seed: int) -> Case:
         # The program without a loader commits every batch; the reference does not know buffers under no_sync.
         accumulate=chance.choice((1, 1, 1, 2)) if has_loader and optimizer != "inside" and model != "norm" else 1,
         has_loader=has_loader,
-        # Batch normalisation refuses a batch of one, which a rest can be.
-        samples=144 if model == "norm" else chance.choice((90, 150, 151)),
+        samples=chance.choice((90, 150, 151)),
         timeout_s=2.0 if stops else 20.0,
+        compiles=chance.random() < 0.02 and model == "plain" and optimizer != "inside",
+        saves=saves,
         faults=faults,
     )
     # One of those who hold the state must be left, whoever is hit.
     wanted = 3 if num_faults == 2 else chance.choice((2, 3))
     outside: list[tuple[str, float, int]] = []
     if num_faults == 1 and wanted == 3 and chance.random() < 0.5:
-        what = chance.choice(("SIGKILL", "SIGKILL", "scale 2", "scale 4"))
-        outside.append((what, round(chance.uniform(0, 0.3), 3), chance.randrange(3)))
-    return Case(plan, 1, wanted, 4, tuple(outside), limit_s=60.0, must_fire=False)
+        what = chance.choice(("SIGKILL", "SIGKILL", "SIGKILL", "scale 2", "scale 4", "SIGSTOP all"))
+        # After a generation gets on, or at any moment of the run: while it starts, forms, joins or ends.
+        when = round(chance.uniform(0, 0.3), 3) if chance.random() < 0.5 else round(-chance.uniform(0.05, 1.5), 3)
+        outside.append((what, when, chance.randrange(3)))
+        if "all" in what:
+            plan = replace(plan, timeout_s=2.0)
+    return Case(plan, 1, wanted, 4, tuple(outside), limit_s=180.0 if plan.compiles else 60.0, must_fire=False)
 
 
-def _draw_fault(chance: random.Random, number: int) -> tuple[str, str, int, int]:
+def _draw_fault(chance: random.Random, number: int, saves: bool) -> tuple[str, str, int, int]:
     what = chance.choices(list(FAULTS), list(FAULTS.values()))[0]
     kind = chance.random()
     if kind < 0.5:
         moment = chance.choice(IN_STEP)
     elif kind < 0.92:
-        moment = chance.choice(INSIDE) + chance.choice("<>")
+        moment = chance.choice(SAVING if saves and chance.random() < 0.7 else INSIDE) + chance.choice("<>")
     else:
         moment = chance.choice(OUTSIDE)
-    if what == "stop" and (number or moment in OUTSIDE):
-        # One that stops when nobody waits for it is not noticed; one that never starts costs the time for starting.
-        what = "kill"
+    if what == "stop" and moment == "start":
+        what = "kill"  # one that never starts costs the time for starting
     return what, moment, chance.choice((0, 1, 2, -1)), chance.randrange(8)

@@ -7,21 +7,28 @@ into the loss. What is written last of a step is what was committed. From the re
 from __future__ import annotations
 
 import contextlib
+import gc
 import hashlib
 import json
 import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import phalanx
+from phalanx.checkpoint.agreement import Agreement
+from phalanx.checkpoint.checkpointer import Checkpointer
+from phalanx.comm.failure.board import group_timeout_s
+from phalanx.comm.group.process_group import PhalanxProcessGroup
+from phalanx.comm.shm.transport.rendezvous import Rendezvous
 from phalanx.elastic.training import Training
 from phalanx.elastic.transaction import Transaction
 from phalanx.launch.elastic.member import Member
@@ -49,6 +56,10 @@ class Plan:
     epochs: int = 2
     timeout_s: float = 20.0
     pause_s: float = 0.003
+    compiles: bool = False
+    saves: bool = False
+    generations: int = 0
+    """Without a loader: train until there have been so many, and count what each leaves behind (`census`)."""
     faults: tuple[tuple[str, str, int, int], ...] = ()
 
 
@@ -58,7 +69,8 @@ def make_net(plan: Plan) -> nn.Module:
     # Wide enough for several buckets.
     layers: list[nn.Module] = [nn.Linear(WIDTH, 4 * WIDTH), nn.ReLU(), nn.Linear(4 * WIDTH, WIDTH)]
     if plan.model == "norm":
-        layers.insert(1, nn.BatchNorm1d(4 * WIDTH))
+        # Of several values per sample, since what is left of an epoch may be one sample per rank.
+        layers[1:1] = [nn.Unflatten(1, (WIDTH, 4)), nn.BatchNorm1d(WIDTH), nn.Flatten()]
     net = nn.Sequential(*layers)
     return net if plan.model == "low" else net.double()
 
@@ -167,6 +179,10 @@ def _around(owner: Any, name: str, faults: Faults, before: str, after: str) -> N
 def _arm(faults: Faults) -> None:
     """Moments that are inside of phalanx."""
     for owner, name, moment in (
+        (Checkpointer, "save", "save"),
+        (Agreement, "exchange", "agree"),
+        (PhalanxProcessGroup, "__init__", "group"),
+        (Rendezvous, "meet", "links"),
         (Transaction, "write", "write"),
         (Transaction, "read", "read"),
         (Transaction, "keep", "keep"),
@@ -195,6 +211,7 @@ def train(plan: Plan, folder: str, number: int) -> None:
         _register(model, plan.model.removeprefix("hook:"))
     faults.at("wrapped")
     params = list(model.parameters())
+    called: Any = torch.compile(model, backend="phalanx") if plan.compiles else model
     optimizer = make_optimizer(plan, params, True)
     scheduler = make_scheduler(plan, optimizer)
     data = make_data(plan)
@@ -203,11 +220,17 @@ def train(plan: Plan, folder: str, number: int) -> None:
 
     loader = worker.loader(_dataloader(plan, data), model) if plan.has_loader else None
     position = Position()
+    checkpointer = Checkpointer(f"{folder}/saved", called, optimizer, scheduler, loader) if plan.saves else None
     faults.at("ready")
 
-    @phalanx.elastic.run(model, optimizer, scheduler, loader, None if plan.has_loader else {"position": position})
+    extra = None if plan.has_loader else {"position": position}
+    on_event = _census_taker(f"{folder}/census-{number}") if plan.generations else None
+
+    @phalanx.elastic.run(called, optimizer, scheduler, loader, extra, on_event=on_event)
     def steps(training: Training) -> None:
         faults.training = training
+        world = dist.group.WORLD
+        assert world is not None and (worker.world == 1 or group_timeout_s(world) == plan.timeout_s)
         micro = 0
         for batch, ids, count in _batches(plan, training, worker, loader, position, data):
             noise = float(torch.rand(()))
@@ -220,7 +243,7 @@ def train(plan: Plan, folder: str, number: int) -> None:
             faults.at("batch")
             is_last = micro + 1 == plan.accumulate
             with contextlib.nullcontext() if is_last else model.no_sync():
-                loss = loss_of(model, batch, noise) / plan.accumulate
+                loss = loss_of(called, batch, noise) / plan.accumulate
                 faults.at("forward")
                 loss.backward()
             faults.at("reduced")
@@ -231,6 +254,8 @@ def train(plan: Plan, folder: str, number: int) -> None:
                     one.zero_grad()
                 if scheduler is not None:
                     scheduler.step()
+                if checkpointer is not None and (training.step + 1) % 5 == 0:
+                    checkpointer.save(training.step + 1)
             micro = (micro + 1) % plan.accumulate
             time.sleep(plan.pause_s)
 
@@ -243,6 +268,28 @@ def train(plan: Plan, folder: str, number: int) -> None:
     torch.save(model.module.state_dict(), f"{folder}/model-{number}")
     with open(f"{folder}/result-{number}", "w") as file:
         json.dump(result, file)
+
+
+def census() -> dict[str, int]:
+    """What this process holds of the system."""
+    gc.collect()
+    with open("/proc/self/maps") as maps, open("/proc/self/statm") as memory:
+        return {
+            "descriptors": len(os.listdir("/proc/self/fd")),
+            "threads": len(os.listdir("/proc/self/task")),
+            "maps": len(maps.readlines()),
+            "pages": int(memory.read().split()[1]),
+            "shm": len(os.listdir("/dev/shm")),
+            "groups": len(dist.distributed_c10d._world.pg_map),
+        }
+
+
+def _census_taker(path: str) -> Callable[[Any], None]:
+    def take(event: Any) -> None:
+        with open(path, "a") as file:
+            file.write(json.dumps({"generation": event["generation"], "world": event["world"], **census()}) + "\n")
+
+    return take
 
 
 def _steppers(plan: Plan, optimizer: Any) -> list[Any]:
@@ -263,7 +310,10 @@ def _batches(
             for batch, ids in loader:
                 yield batch, ids.tolist(), loader.count
         return
-    while position.used < plan.samples:
+    while position.used < plan.samples or plan.generations:
+        assert worker.member is not None and worker.member.formed is not None
+        if 0 < plan.generations <= worker.member.formed.generation:
+            return
         # What is left over of the world's batches goes to rank 0 alone, with what the others have already.
         start = position.used + worker.rank * plan.batch
         ids = [number % plan.samples for number in range(start, start + plan.batch)]

@@ -65,6 +65,13 @@ def check_random_numbers(folder: Path) -> None:
         assert len(set(drawn.values())) == len(drawn), f"{path.name}: a random number came twice"
 
 
+def check_commits(folder: Path) -> None:
+    """Whoever begins a step has committed the one before it, and never makes that one again."""
+    for path in folder.glob("records-*"):
+        steps = [json.loads(line)["step"] for line in path.read_text().splitlines()]
+        assert steps == sorted(steps), f"{path.name}: a committed step was undone: {steps}"
+
+
 def compute(plan: Plan, steps: dict[int, list[Record]], num_steps: int) -> tuple[dict[str, torch.Tensor], dict[int, Any]]:
     """The parameters after all committed steps, and the buffers of each worker."""
     net, data = make_net(plan), make_data(plan)
@@ -72,7 +79,8 @@ def compute(plan: Plan, steps: dict[int, list[Record]], num_steps: int) -> tuple
     optimizer = make_optimizer(plan, params, sharded=False)
     scheduler = make_scheduler(plan, optimizer)
     buffers: dict[int, list[torch.Tensor]] = {}
-    start = [buffer.clone() for buffer in net.buffers()]
+    # Of rank 0 in the step before: what one takes who has just come and is rank 0 at once, all others being lost.
+    latest = [buffer.clone() for buffer in net.buffers()]
     for step in range(1, num_steps + 1):
         total = [torch.zeros_like(param) for param in params]
         weight = sum(record["count"] for record in steps[step] if record["micro"] == plan.accumulate - 1)
@@ -82,13 +90,14 @@ def compute(plan: Plan, steps: dict[int, list[Record]], num_steps: int) -> tuple
         for micro in range(plan.accumulate):
             records = [record for record in steps[step] if record["micro"] == micro]
             # Before each forward everybody takes the buffers of rank 0.
-            begin = buffers.get(records[0]["worker"], start)
+            begin = buffers.get(records[0]["worker"], latest)
             for record in records:
                 _set(net, begin)
                 loss = loss_of(net, data[record["ids"]], record["noise"]) / plan.accumulate
                 for sum_, grad in zip(total, torch.autograd.grad(loss, params), strict=True):
                     sum_ += grad * (record["count"] / weight)
                 buffers[record["worker"]] = [buffer.clone() for buffer in net.buffers()]
+            latest = buffers[records[0]["worker"]]
         for param, grad in zip(params, total, strict=True):
             param.grad = grad
         for one in optimizer.values() if isinstance(optimizer, dict) else [optimizer]:

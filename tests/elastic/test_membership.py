@@ -6,18 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.launch.elastic.membership import (
-    Dismiss,
-    Form,
-    GiveUp,
-    Kill,
-    Limits,
-    Membership,
-    Pause,
-    RunState,
-    Start,
-    WorkerState,
-)
+from phalanx.launch.elastic.actions import Break, Dismiss, Form, GiveUp, Kill, Pause, Start, Wake
+from phalanx.launch.elastic.membership import Limits, Membership, RunState, WorkerState
 from tests.elastic.world import Event, World, check_order
 
 LIMITS = [
@@ -42,7 +32,7 @@ def _ends_or_trains(world: World, known: set[object]) -> None:
     seen: list[object] = []
     for _ in range(_FAIR):
         key = world.key()
-        if key in known or world.trains or world.is_over or world.is_unwatched:
+        if key in known or world.trains or world.is_over:
             known.update(seen)
             return
         seen.append(key)
@@ -123,18 +113,53 @@ def _formed(fewest: int = 1, wanted: int = 3, most: int = 4) -> Membership:
 
 def test_the_survivors_of_a_death_are_formed_and_the_dead_one_is_replaced() -> None:
     machine = _formed()
-    assert machine.ended(1, False, 1) == [Start(1)]
+    # First of all the others are told, who may be waiting for it.
+    assert machine.ended(1, False, 1) == [Break(1, (0, 1, 2), 1), Start(1)]
     assert machine.arrived(2, 1) == []
     assert machine.arrived(0, 1) == [Form(2, (0, 2))]
     machine.started(3, 1)
     assert machine.arrived(3, 2) == [Pause()]
-    assert machine.arrived(2, 3) == []
+    assert machine.arrived(2, 3) == [Break(2, (0, 2), 2)]
     assert machine.arrived(0, 3) == [Form(3, (0, 2, 3))]
+
+
+def test_a_member_without_a_sign_of_life_is_fenced_and_replaced() -> None:
+    machine = _formed()
+    why = "it gave no sign of life for the time limit"
+    assert machine.silent([1], 1) == [Kill(1, why), Break(1, (0, 1, 2), 1), Start(1)]
+    assert machine.arrived(0, 1) == [] and machine.arrived(2, 1) == [Form(2, (0, 2))]
+    assert machine.silent([1], 2) == [], "its death is known"
+    assert machine.silent([2], 3)[0] == Kill(2, why)
+    # Also at the meeting, where it holds nobody up but would be formed.
+    assert machine.arrived(0, 4) == [Form(3, (0,))]
+    machine.started(3, 4)
+    assert machine.arrived(3, 4) == [Pause()]
+    assert machine.silent([3], 5) == [Kill(3, why), Start(1)]
+
+
+def test_members_that_are_all_silent_are_woken_before_they_are_given_up() -> None:
+    machine = _formed()
+    assert machine.silent([0, 1, 2], 1) == [Wake(0), Wake(1), Wake(2)]
+    # They go on: the next time begins anew.
+    machine.committed(2)
+    assert machine.silent([0, 1, 2], 3) == [Wake(0), Wake(1), Wake(2)]
+    actions = machine.silent([0, 1, 2], 4)
+    assert [action.worker for action in actions if isinstance(action, Kill)] == [0, 1, 2]
+    assert actions[-1] == Start(3)
+
+
+def test_the_last_one_who_is_silent_after_the_others_have_finished_does_not_hold_the_run_open() -> None:
+    machine = _formed()
+    assert machine.ended(0, True, 1) == machine.ended(1, True, 1) == [], "who finishes breaks nothing"
+    assert machine.silent([2], 2) == [Wake(2)]
+    assert [type(action) for action in machine.silent([2], 3)] == [Kill, Break]
+    assert machine.state is RunState.OVER
 
 
 def test_a_silent_member_is_fenced_and_replaced() -> None:
     machine = _formed()
     assert machine.arrived(0, 1, silent=[1]) == [
+        Break(1, (0, 1, 2), 0),
         Kill(1, "it did not answer for the time limit; worker 0 waited for it"),
         Start(1),
     ]
@@ -206,7 +231,7 @@ def test_leaving_takes_no_more_away_than_may_go() -> None:
     machine = _formed(fewest=2)
     assert machine.wants_to_leave(0, 1) == [Pause()]
     assert machine.wants_to_leave(1, 1) == []
-    assert machine.arrived(0, 2) == [Dismiss(0)]
+    assert machine.arrived(0, 2) == [Break(1, (0, 1, 2), 0), Dismiss(0)]
     assert machine.arrived(1, 2) == []
     assert machine.arrived(2, 2) == [Form(2, (1, 2))]
     assert machine.ended(0, True, 3) == []
@@ -219,7 +244,7 @@ def test_scaling_down_keeps_the_first_ranks_and_admits_nobody() -> None:
     assert machine.scale(2, 1) == [Pause()]
     # It was started for a place that is not there any more.
     assert machine.arrived(3, 1) == [Dismiss(3)]
-    assert machine.arrived(2, 1) == [Dismiss(2)]
+    assert machine.arrived(2, 1) == [Break(1, (0, 1, 2), 2), Dismiss(2)]
     assert machine.arrived(0, 1) == [] and machine.arrived(1, 1) == [Form(2, (0, 1))]
 
 
@@ -251,7 +276,8 @@ def test_a_program_that_fails_in_every_generation_is_given_up() -> None:
     for round_number in range(4):
         members = machine.members
         actions = [action for worker in members for action in machine.arrived(worker, round_number)]
-    assert isinstance(actions[0], GiveUp) and "3 attempts in a row" in actions[0].why
+    (why,) = [action.why for action in actions if isinstance(action, GiveUp)]
+    assert "3 attempts in a row" in why
 
 
 def test_limits_are_checked() -> None:

@@ -15,7 +15,7 @@ from tests.cluster.process import SEARCH_PATH
 from tests.elastic.cases import Case
 from tests.elastic.program import Plan
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(400)
 
 
 def _one(moment: str, rank: int, step: int = 4, what: str = "kill") -> tuple[tuple[str, str, int, int], ...]:
@@ -26,13 +26,19 @@ HELD = {
     "no fault": Case(Plan()),
     "rank 0 in backward": Case(Plan(faults=_one("backward", 0))),
     "after the step": Case(Plan(faults=_one("stepped", 1))),
-    "buffers": Case(Plan(model="norm", faults=_one("stepped", 0, 3))),
+    "buffers": Case(Plan(model="norm", faults=_one("backward", 0, 3))),
     "mixed precision": Case(Plan(model="low", faults=_one("forward", 1, 3))),
     "powersgd": Case(Plan(model="hook:powersgd", faults=_one("forward", 1, 3))),
     "int8": Case(Plan(model="hook:int8", faults=_one("backward", 1, 3))),
     "accumulation": Case(Plan(accumulate=2, faults=_one("backward", 1, 3))),
     "without a loader": Case(Plan(has_loader=False, faults=_one("stepped", 0, 3))),
     "before the first step": Case(Plan(faults=_one("ready", 1, 0))),
+    "gloo": Case(Plan(backend="gloo", faults=_one("backward", 0))),
+    "while it saves": Case(Plan(saves=True, faults=_one("save>", 1)), most_lost=1),
+    "while ranks meet, twice": Case(Plan(faults=(("kill", "forward", 2, 3), ("kill", "links<", 0, 3)))),
+    # Nobody is left to notice it but the launcher, which lets them go on.
+    "all stop": Case(Plan(timeout_s=1.5), outside=(("SIGSTOP all", 0.02, 0),)),
+    "one stops when the others have finished": Case(Plan(timeout_s=1.5, faults=_one("over", 1, 0, "stop"))),
 }
 WRITTEN = {
     "zero": Case(Plan(optimizer="zero", faults=_one("backward", 2, 5))),
@@ -42,6 +48,17 @@ WRITTEN = {
     "stage 2": Case(Plan(optimizer="stage2", faults=_one("write>", 0))),
     "two optimizers": Case(Plan(optimizer="two", faults=_one("backward", 1, 5))),
     "raise": Case(Plan(optimizer="zero", faults=_one("forward", 1, 4, "raise"))),
+    "zero, before it has written": Case(Plan(optimizer="zero", faults=_one("write<", 1, 5))),
+    # What they wrote is in the launcher's memory: nobody of them has to be left.
+    "two at once": Case(Plan(optimizer="zero", faults=(("kill", "batch", 0, 5), ("kill", "batch", -1, 5)))),
+    "all at once": Case(Plan(optimizer="zero"), outside=(("SIGKILL all", 0.05, 0),)),
+    "thirty generations": Case(
+        Plan(has_loader=False, generations=30, pause_s=0.01),
+        most=3,
+        outside=(("scale 2", 0.0, 0), ("scale 3", 0.0, 0)) * 15,
+        limit_s=120.0,
+        must_fire=False,
+    ),
 }
 
 
@@ -50,8 +67,10 @@ def test_runs_through_faults_come_to_what_their_steps_give(cases: dict[str, Case
     environ = {**os.environ, "PYTHONPATH": SEARCH_PATH, "OMP_NUM_THREADS": "1"}
     text = json.dumps([asdict(case) for case in cases.values()])
     command = [sys.executable, "-m", "tests.elastic.cases", str(tmp_path / "runs")]
-    done = subprocess.run(command, input=text, env=environ, capture_output=True, text=True, timeout=150)
+    done = subprocess.run(command, input=text, env=environ, capture_output=True, text=True, timeout=360)
     assert done.returncode == 0, done.stderr[-3000:]
-    outcomes = dict(zip(cases, map(json.loads, done.stdout.splitlines()), strict=True))
+    names = list(cases)
+    outcomes = {names[outcome["number"]]: outcome for outcome in map(json.loads, done.stdout.splitlines())}
+    assert set(outcomes) == set(names)
     failed = {name: outcome["error"] for name, outcome in outcomes.items() if outcome["error"]}
     assert not failed, failed

@@ -15,19 +15,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from phalanx.launch.elastic.membership import (
-    Action,
-    Dismiss,
-    Form,
-    GiveUp,
-    Kill,
-    Limits,
-    Membership,
-    Pause,
-    RunState,
-    Start,
-    WorkerState,
-)
+from phalanx.launch.elastic.actions import Action, Break, Dismiss, Form, GiveUp, Kill, Pause, Start, Wake
+from phalanx.launch.elastic.membership import Limits, Membership, RunState, WorkerState
 
 Event = tuple[Any, ...]
 ENDED = ("failed", "finished", "exited")
@@ -57,6 +46,8 @@ class World:
     is_refused: bool = False
     is_hurried: bool = False  # whether time ran out though somebody would have come
     is_scaled: bool = False
+    formed: tuple[int, tuple[int, ...]] = (0, ())
+    is_told: bool = False  # whether those who wait have been told that the generation is over
     num_unborn: int = 0
     num_fruitless: int = 0
     failure: str = ""
@@ -76,7 +67,8 @@ class World:
             tuple(label.get(worker) for worker in machine.members),
             (machine.state, machine.generation, machine.wanted, machine._late_at, machine._start_at),
             (machine._fruitless, machine._is_paused, machine._asked, min(machine._stillborn, machine.limits.fruitless)),
-            (self.asked, self.is_paused, self.has_committed, self.is_refused, self.is_hurried, self.is_scaled),
+            (self.asked, self.is_paused, self.has_committed, self.is_refused, self.is_hurried, self.is_scaled, self.is_told),
+            tuple(label.get(worker) for worker in sorted(machine._woken)),
             (min(self.num_unborn, machine.limits.fruitless), self.num_fruitless, bool(self.failure)),
         )
 
@@ -102,15 +94,6 @@ class World:
     def is_over(self) -> bool:
         return self.machine.state is RunState.OVER and not any(state != "done" for state in self.processes.values())
 
-    @property
-    def is_unwatched(self) -> bool:
-        """Whether every member that is left has stopped. Only a member notices another: a step may take any time, so that
-        the launcher cannot tell one that hangs from one that computes."""
-        left = [self.processes[worker] for worker in self.machine.members if worker in self.processes]
-        comes = self.asked or {"starting", "waiting", *ENDED} & set(self.processes.values())
-        is_meeting = self.machine.state is RunState.GATHERING and comes
-        return not is_meeting and "stopped" in left and set(left) <= {"stopped", "done"}
-
     def steps(self) -> Iterator[Event]:
         if self.asked:
             yield ("start",)
@@ -130,8 +113,10 @@ class World:
     def fair_steps(self) -> Iterator[Event]:
         """And time, when nothing else is left."""
         found = list(self.steps())
-        if not found and self.machine.deadline is not None:
-            found = [("tick",)]
+        if not found:
+            silent = [worker for worker, state in self.processes.items() if state == "stopped"]
+            found = [("silence", *silent)] if silent else []
+            found += [("tick",)] if self.machine.deadline is not None else []
         yield from found
 
     def faults(self) -> Iterator[Event]:
@@ -144,6 +129,8 @@ class World:
                 yield ("kill", worker)
             if state in ("starting", "training"):
                 yield ("stop", worker)
+            if state == "stopped":
+                yield ("silence", worker)
             if state in ("starting", "waiting"):
                 yield ("exit", worker)
             if state == "training" and any(self.processes.get(one) == "done" for one in self.machine.members):
@@ -164,6 +151,7 @@ class World:
         world.machine = copy.copy(self.machine)
         world.machine.workers = dict(self.machine.workers)
         world.machine._leaving = set(self.machine._leaving)
+        world.machine._woken = set(self.machine._woken)
         getattr(world, f"_{event[0]}")(*event[1:])
         return world
 
@@ -211,6 +199,9 @@ class World:
         self.is_hurried = True
         self._tick()
 
+    def _silence(self, *silent: int) -> None:
+        self._apply(self.machine.silent(silent, 0.0))
+
     def _kill(self, worker: int) -> None:
         self.processes[worker] = "failed"
 
@@ -240,6 +231,13 @@ class World:
                     self._forget(worker)
                     if self.processes.get(worker) in ALIVE:
                         self.processes[worker] = "failed"
+                case Wake(worker):
+                    # Whoever stopped it has meant it: it stays so.
+                    assert self.processes[worker] in ALIVE
+                case Break(generation, members, by):
+                    assert (generation, members) == self.formed and by in members
+                    assert not self.is_told, "once per generation"
+                    self.is_told = True
                 case Dismiss(worker):
                     assert self.is_scaled or self.machine.workers[worker] is WorkerState.LEFT
                     self._forget(worker)
@@ -281,7 +279,9 @@ class World:
         assert ending or limits.fewest <= len(members) <= max(self.machine.wanted, limits.fewest)
         for worker in [one for one, state in self.processes.items() if state == "done"]:
             del self.processes[worker]
-        self.is_paused = self.has_committed = False
+        assert self.is_told or generation == 1, "who waits in the generation before would do so for ever"
+        self.is_paused = self.has_committed = self.is_told = False
+        self.formed = generation, members
         self.num_fruitless += 1
 
 

@@ -16,9 +16,9 @@ import json
 import os
 import subprocess
 import sys
-import time
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,38 +27,55 @@ from tests.elastic.draw import draw
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(3600)]
 
-_BATCH = 20
+_AT_ONCE = 2
 
 
 def _setting(name: str, default: int) -> int:
     return int(os.environ.get(f"PHALANX_SOAK_{name}", default))
 
 
-def test_elastic_runs_with_faults_at_any_moment(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    first, left = _setting("SEED", 0), _setting("ELASTIC", 1000)
-    deadline = time.monotonic() + _setting("SECONDS", 1500)
+def _start(seeds: range, folder: Path) -> subprocess.Popen[str]:
+    """One process that imports torch once, and forks the workers of all these cases."""
     environ = {**os.environ, "PYTHONPATH": SEARCH_PATH, "OMP_NUM_THREADS": "1"}
-    failed: dict[int, str] = {}
-    recovered: list[float] = []
-    num_fired = num_cases = 0
-    while left > 0 and time.monotonic() < deadline:
-        seeds = range(first, first + min(_BATCH, left))
-        command = [sys.executable, "-m", "tests.elastic.cases", str(tmp_path / str(first))]
-        text = json.dumps([asdict(draw(seed)) for seed in seeds])
-        done = subprocess.run(command, input=text, env=environ, capture_output=True, text=True, timeout=1500)
-        assert done.returncode == 0, f"seeds {seeds}: {done.stderr[-3000:]}"
-        for seed, line in zip(seeds, done.stdout.splitlines(), strict=True):
-            outcome = json.loads(line)
-            num_cases, num_fired = num_cases + 1, num_fired + len(outcome["fired"])
-            recovered += outcome["recovered_s"]
-            if outcome["error"]:
-                failed[seed] = outcome["error"]
-        first, left = first + len(seeds), left - len(seeds)
-    recovered.sort()
+    environ["PHALANX_CASES_SECONDS"] = str(_setting("SECONDS", 1500))
+    folder.mkdir()
+    (folder / "cases").write_text(json.dumps([asdict(draw(seed)) for seed in seeds]))
+    command = [sys.executable, "-m", "tests.elastic.cases", str(folder / "runs")]
+    with open(folder / "cases") as cases, open(folder / "outcomes", "w") as out, open(folder / "errors", "w") as errors:
+        return subprocess.Popen(command, stdin=cases, stdout=out, stderr=errors, text=True, env=environ)
+
+
+def test_elastic_runs_with_faults_at_any_moment(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, count = _setting("SEED", 0), _setting("ELASTIC", 1000)
+    all_seeds = [range(first + lane, first + count, _AT_ONCE) for lane in range(min(_AT_ONCE, count))]
+    processes = [_start(seeds, tmp_path / str(lane)) for lane, seeds in enumerate(all_seeds)]
+    try:
+        for process in processes:
+            process.wait(_setting("SECONDS", 1500) + 120)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    outcomes: dict[int, dict[str, Any]] = {}
+    for lane, seeds in enumerate(all_seeds):
+        found = map(json.loads, (tmp_path / str(lane) / "outcomes").read_text().splitlines())
+        outcomes |= {seeds[outcome["number"]]: outcome for outcome in found}
+        assert processes[lane].returncode == 0, (tmp_path / str(lane) / "errors").read_text()[-3000:]
     with capsys.disabled():
-        print(f"\nelastic: {num_cases} cases, {num_fired} faults fired, {len(failed)} failed")
-        if recovered:
-            median, late = recovered[len(recovered) // 2], recovered[int(len(recovered) * 0.99)]
-            print(f"from a fault to the next committed step: median {median:.3f} s, 99 % {late:.3f} s")
+        print(f"\nelastic: {summary(outcomes)}")
+    failed = {seed: outcome["error"] for seed, outcome in outcomes.items() if outcome["error"]}
     assert not failed, failed
-    assert num_fired, "no fault was drawn that fired"
+    assert any(outcome["fired"] for outcome in outcomes.values()), "no fault was drawn that fired"
+
+
+def summary(outcomes: dict[int, dict[str, Any]]) -> str:
+    """The figures of many cases in words."""
+    fired = sum(len(outcome["fired"]) for outcome in outcomes.values())
+    failed = sum(bool(outcome["error"]) for outcome in outcomes.values())
+    stuck = [seed for seed, outcome in outcomes.items() if outcome["stuck"]]
+    times = sorted(seconds for outcome in outcomes.values() for seconds in outcome["recovered_s"])
+    text = f"{len(outcomes)} cases, {fired} faults fired, {failed} failed, {len(stuck)} stood still for seconds {stuck}"
+    if not times:
+        return text
+    median, late = times[len(times) // 2], times[int(len(times) * 0.99)]
+    return f"{text}; fault to next committed step: median {median:.3f} s, 99 % {late:.3f} s, worst {times[-1]:.3f} s"

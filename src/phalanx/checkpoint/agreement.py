@@ -15,7 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..errors import MismatchError
+from ..errors import CommunicationError, MismatchError
 
 # How many Checkpointers this process has made on each group; ranks make them in the same order. By the group itself, not its
 # name: a process that leaves a world and joins another starts to count anew, as the others there do.
@@ -33,10 +33,15 @@ class Agreement:
         self.world = 1 if group is None else dist.get_world_size(group)
         self._timeout = timedelta(seconds=timeout_s)
         self._round = 0
+        self._of = None if group is None else weakref.ref(group)
         self._store: dist.Store | None = None
         if group is not None and self.world > 1:
             number = _made[group] = _made.get(group, 0) + 1
             self._store = dist.PrefixStore(f"phalanx/checkpoint/{number}", group.get_group_store())
+
+    def is_of(self, group: dist.ProcessGroup | None) -> bool:
+        """Whether these are the ranks of `group`."""
+        return group is (None if self._of is None else self._of())
 
     def exchange(self, value: dict[str, Any], doing: str) -> list[dict[str, Any]]:
         """What every rank says, by rank. Raises MismatchError on the ranks that came if some did not.
@@ -50,6 +55,8 @@ class Agreement:
         try:
             self._look(keys)
             self._store.wait(keys, self._timeout)
+        except CommunicationError:
+            raise  # somebody is known to be lost: no mistake of the ranks that came
         except RuntimeError as error:
             missing = [rank for rank, key in enumerate(keys) if not self._has(key)]
             # Taken back: whoever comes later must not take this for an answer. The next round has the same number.

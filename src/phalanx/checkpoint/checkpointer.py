@@ -38,6 +38,7 @@ from .storage.writer import PATIENCE_S, Job
 logger = logging.getLogger("phalanx.checkpoint")
 
 _LOOK_S = 0.2
+_PARTED_S = 1.0  # how long a save of ranks that are not together any more may take to end: the next one begins at once
 
 
 class Damaged(StateError):
@@ -79,6 +80,7 @@ class Checkpointer:
         self._disk = disk_of(self.folder, self._options)
         self._keep = Keep(last=keep) if isinstance(keep, int) else keep
         self._subject = Subject(model, optimizer, {"scheduler": scheduler, "loader": loader}, extra)
+        self._group, self._timeout_s = process_group, timeout_s
         self._agreement = Agreement(_choose_group(process_group, self._subject), timeout_s)
         self._shows, self._patience_s = progress and self.rank == 0, patience_s
         self._memory = SharedMemory()
@@ -110,6 +112,7 @@ class Checkpointer:
         begun = time.perf_counter()
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
             raise ConfigError(f"step must be a number of steps, 0 or more, got {step!r}.")
+        self._follow_group()
         self._finish()
         found, layout, texts, said = self._agree_on(step, metrics)
         name, total_bytes = said[0]["name"], sum(one["num_bytes"] for one in said)
@@ -192,6 +195,24 @@ class Checkpointer:
             warnings.warn(f"rank {self.rank}: {text}", stacklevel=4)
         self._writer.warnings.clear()
 
+    def _follow_group(self) -> None:
+        """In an elastic run ranks come and go, and the model is of another group then: those save together from now on."""
+        group = _choose_group(self._group, self._subject)
+        if self._agreement.is_of(group):
+            return
+        deadline, outcome = time.monotonic() + _PARTED_S, self._failure
+        # The writer of a rank that is lost lives on, and mostly all parts come together. Not if the rank was lost before it
+        # had begun: then nobody waits for it, and nobody fails either, since the next save is about to begin.
+        while self._writer.save is not None and outcome is None:
+            outcome = self._writer.poll(_LOOK_S)
+            if outcome is None and time.monotonic() > deadline:
+                self._writer.give_up()
+                outcome = "some rank had not begun to write its part"
+        if outcome:
+            text = f"rank {self.rank}: ranks were lost while step {self._step} was saved, and it is not: {outcome}."
+            warnings.warn(f"{text} Those before it are untouched.", stacklevel=4)
+        self._failure, self._agreement = None, Agreement(group, self._timeout_s)
+
     @property
     def is_saving(self) -> bool:
         """Whether a save is still being written here. Does not wait."""
@@ -231,6 +252,7 @@ class Checkpointer:
         does not fit raises StateError on every rank, and nothing is changed; without `step` a damaged one is passed over,
         with a warning.
         """
+        self._follow_group()
         self._finish()
         choice = Choice(parts, skip, rename, strict)
         if source is not None:

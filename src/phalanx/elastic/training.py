@@ -28,6 +28,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 
 from ..checkpoint.capture import Subject
+from ..comm.failure.interruption import awaited
 from ..data.loader import Loader
 from ..errors import ArgumentTypeError, CollectiveTimeout, ConfigError, StateError
 from ..launch.bootstrap import is_consequence
@@ -280,7 +281,7 @@ class Training:
                 self._watch_loader()
                 return function(self)
             except Exception as error:
-                if not is_consequence(error):
+                if not self._follows_loss(error):
                     raise
                 lost = self._understand(error)
             finally:
@@ -292,6 +293,16 @@ class Training:
     def _watch_loader(self) -> None:
         if self._loader is not None:
             self._loader.after_batch = self._after_batch
+
+    def _follows_loss(self, error: Exception) -> bool:
+        """Whether this error comes of the loss of another rank, so that the step is to be made again with those left."""
+        if is_consequence(error):
+            return True
+        if self._member is None or self._member.formed is None or not isinstance(error, (RuntimeError, OSError)):
+            return False
+        # A library that lost its peer in the midst of something may say anything. An error of the program's own that comes
+        # at such a moment comes again in the next generation, and is raised there.
+        return awaited(self._member.interruption) is not None
 
     def _understand(self, error: Exception) -> tuple[str, tuple[int, ...]]:
         words = f"{type(error).__name__}: {error}"
@@ -319,7 +330,7 @@ class Training:
                 self._meet(member, why, silent)
                 return
             except Exception as error:
-                if not is_consequence(error):
+                if not self._follows_loss(error):
                     raise
                 why, silent = self._understand(error)
 
@@ -333,7 +344,7 @@ class Training:
         begun, before, was_there = time.monotonic(), self._worker.world, self._has_entered
         formed = member.meet(why, silent)
         met = time.monotonic()
-        self._worker.rejoin(formed.rank, formed.world, formed.store)
+        self._worker.rejoin(formed.rank, formed.world, formed.store, member.interruption)
         ahead = self.step
         self._go_on(formed, member, in_loop)
         facts = {

@@ -24,14 +24,15 @@ from torch.utils.hooks import RemovableHandle
 
 from phalanx.comm.failure import gloo_threads, last_words
 from phalanx.comm.failure.board import board_of
+from phalanx.comm.failure.interruption import Interruption
 from phalanx.comm.memory.heap import keep_freed_memory
 from phalanx.data.loader import Loader
 from phalanx.data.values import Exchange, FirstOnly
 from phalanx.errors import ArgumentTypeError, ConfigError, MismatchError, PeerFailure
+from phalanx.launch.elastic.group import make_group
 from phalanx.launch.elastic.member import Member
 from phalanx.launch.environment import Environment, detect
 from phalanx.launch.resources import threads_for as threads_for
-from phalanx.launch.store import open_store
 from phalanx.launch.variables import TRACE_DIRECTORY as TRACE_DIRECTORY
 from phalanx.observe import trace
 
@@ -45,6 +46,7 @@ class Worker:
         self, environment: Environment, device: torch.device, backend: str, timeout_s: float | None = None
     ) -> None:
         self._timeout_s = timeout_s
+        self._store: dist.Store | None = None
         self._refusal: RemovableHandle | None = None
         self.rank = environment.rank
         self.world = environment.world
@@ -80,9 +82,11 @@ class Worker:
 
         self._refusal = register_optimizer_step_pre_hook(refuse)
 
-    def rejoin(self, rank: int, world: int, store_path: str) -> None:
-        """Join a new group of `world` ranks of this host, as `rank`. Whatever was bound to the old one is the caller's."""
-        timeout = None if self._timeout_s is None else timedelta(seconds=self._timeout_s)
+    def rejoin(self, rank: int, world: int, store_path: str, interruption: Interruption) -> None:
+        """Join a new group of `world` ranks of this host, as `rank`. Whatever was bound to the old one is the caller's.
+
+        `interruption` ends every wait for a rank that will not come.
+        """
         self.rank = self.local_rank = self._exchange.rank = rank
         self.world = self.local_world = self._exchange.world = world
         self._exchange.is_joining = False
@@ -92,8 +96,8 @@ class Worker:
         names = ("RANK", "LOCAL_RANK"), ("WORLD_SIZE", "LOCAL_WORLD_SIZE")
         for value, variables in zip((rank, world), names, strict=True):
             os.environ.update(dict.fromkeys(variables, str(value)))
-        store = open_store(store_path)
-        dist.init_process_group(self.backend, store=store, rank=rank, world_size=world, timeout=timeout)
+        place = rank, world
+        self._store = make_group(self.backend, self.device, place, store_path, interruption, self._timeout_s)
         self._group = weakref.ref(dist.group.WORLD)
 
     @property
@@ -251,6 +255,7 @@ def _init_member(
     _check_usable(alone, chosen)
     _set_threads(alone, threads)
     keep_freed_memory(os.environ)
+    member.timeout_s = timeout_s
     if member.joins:
         dist.init_process_group(chosen, store=dist.HashStore(), rank=0, world_size=1)
         _worker = Worker(Environment("phalanx", 0, 1, 0, 1), place, chosen, timeout_s)
@@ -260,7 +265,7 @@ def _init_member(
         formed = member.meet()
         found = Environment("phalanx", formed.rank, formed.world, formed.rank, formed.world)
         _worker = Worker(found, place, chosen, timeout_s)
-        _worker.rejoin(formed.rank, formed.world, formed.store)
+        _worker.rejoin(formed.rank, formed.world, formed.store, member.interruption)
     _worker.member = member
     atexit.register(_leave_at_exit)
     return _worker

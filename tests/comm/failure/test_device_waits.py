@@ -24,6 +24,7 @@ def board(timeout_s: float = 30.0, alarmed: bool = False, posted: list[Failure] 
     made.failures.return_value = posted or []
     made.roll_call.return_value = missing
     made.waits.return_value = {}
+    made.interruption.return_value = None
     return made
 
 

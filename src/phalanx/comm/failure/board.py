@@ -172,6 +172,16 @@ class FailureBoard:
         except (RuntimeError, OSError):
             return True  # the store is gone, and its host with it
 
+    def interruption(self) -> CommunicationError | None:
+        """What somebody outside of the group says of it, where its store can be interrupted (`interruption`)."""
+        try:
+            self._store.check(["reachable"])
+        except CommunicationError as error:
+            return error
+        except (RuntimeError, OSError):
+            pass
+        return None
+
     def exchange(self, occasion: str, text: str, wait_s: float) -> dict[int, str]:
         """What each rank says on `occasion`, as far as it comes within `wait_s`; all ranks call this equally often."""
         deadline = time.monotonic() + wait_s

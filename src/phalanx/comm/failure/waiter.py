@@ -173,6 +173,8 @@ class Waiter:
         if posted:
             first = posted[0]
             return PeerFailure(f"{me}: rank {first.rank} failed first: {first.message}", [first.rank])
+        if (told := self.board.interruption()) is not None:
+            return type(told)(f"{me}: {told}", told.ranks)
         words = " ".join(str(error).split())
         if not missing:
             return CommunicationError(f"{me}: the collective failed though every rank answers: {words}")

@@ -1,7 +1,8 @@
 """The launcher's side of the meeting: it hears workers, asks `Membership` what to do, and does it.
 
-Owns the sockets to the workers, the files in which their state outlives them, and the store of each generation. Starting and
-ending processes is its owner's business: it is told what to do by `actions`, and tells what has become of it.
+Owns the sockets to the workers and the pages it shares with them, the files in which their state outlives them, and the
+store of each generation. Starting and ending processes is its owner's business: it is told what to do, and tells what has
+become of it.
 """
 
 from __future__ import annotations
@@ -11,10 +12,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from phalanx.launch.elastic.actions import Action, Break, Dismiss, Form, GiveUp, Kill, Pause, Start, Wake
 from phalanx.launch.elastic.heads import VOID, Files, newest
-from phalanx.launch.elastic.membership import Action, Dismiss, Form, GiveUp, Kill, Limits, Membership, Pause, RunState, Start
+from phalanx.launch.elastic.membership import Limits, Membership, RunState
 from phalanx.launch.elastic.messages import Line
+from phalanx.launch.elastic.page import Page
+from phalanx.launch.elastic.silence import Silence
+from phalanx.launch.elastic.variables import JOINS, NUMBER, PAGE, SOCKET
 from phalanx.launch.store import RunStore
+
+_LOOK_S = 0.25  # how often the workers' signs of life are looked at
+_STRAGGLES_S = 10.0  # one that all others have waited for, for so long, is named
 
 
 @dataclass
@@ -45,15 +53,20 @@ class Coordinator:
         limits: Limits,
         start: Callable[[int], None],
         kill: Callable[[int, str], None],
+        wake: Callable[[int], None],
         notice: Callable[[dict[str, Any]], None],
     ) -> None:
-        """`start(count)` asks for workers, which `connect` announces; `kill(worker, why)` must be certain to end it."""
+        """`start(count)` asks for workers, which `connect` announces; `kill(worker, why)` must be certain to end it, and
+        `wake(worker)` lets it go on if it was stopped."""
         self.membership = Membership(limits)
-        self._start, self._kill, self._notice = start, kill, notice
+        self._start, self._kill, self._wake, self._notice = start, kill, wake, notice
         self._lines: dict[int, Line] = {}
+        self._pages: dict[int, Page] = {}
+        self._silence, self._looks_at = Silence(limits.silence_s), 0.0
         self._generations: list[Generation] = []
         self._next_worker = 0
         self._has_committed = False
+        self._has_trained: set[int] = set()  # workers of any generation so far
         self.failure = ""
         """Why the run was given up, if it was."""
 
@@ -66,7 +79,8 @@ class Coordinator:
     @property
     def deadline(self) -> float | None:
         """When `tick` is due."""
-        return self.membership.deadline
+        due = self.membership.deadline
+        return self._looks_at if due is None else min(due, self._looks_at)
 
     @property
     def lines(self) -> dict[int, Line]:
@@ -85,9 +99,14 @@ class Coordinator:
         """A worker is about to be started: its number, and its end of the socket, for the caller to hand over and close."""
         worker, self._next_worker = self._next_worker, self._next_worker + 1
         ours, theirs = socket.socketpair()
-        self._lines[worker] = Line(ours)
+        self._lines[worker], self._pages[worker] = Line(ours), Page.make(f"page-{worker}")
         self._do(self.membership.started(worker, now))
         return worker, theirs
+
+    def variables(self, worker: int, theirs: socket.socket, joins: bool) -> dict[str, str]:
+        """By which a worker that is about to be started finds this coordinator."""
+        page = self._pages[worker].path
+        return {SOCKET: str(theirs.fileno()), PAGE: page, NUMBER: str(worker), JOINS: str(int(joins))}
 
     def could_not_start(self, why: str, now: float) -> None:
         self._do(self.membership.could_not_start(why, now))
@@ -95,9 +114,10 @@ class Coordinator:
     def ended(self, worker: int, well: bool, now: float) -> None:
         """A worker's process has ended."""
         self.hear(worker, now)  # what it said last, before it is forgotten
-        line = self._lines.pop(worker, None)
-        if line is not None:
+        line, page = self._lines.pop(worker, None), self._pages.pop(worker, None)
+        if line is not None and page is not None:
             line.close()
+            page.close()
         member = worker in self.membership.members
         self._do(self.membership.ended(worker, well, now))
         if member and not well:
@@ -112,7 +132,20 @@ class Coordinator:
             message = line.receive()
 
     def tick(self, now: float) -> None:
-        self._do(self.membership.tick(now))
+        if now >= self._looks_at:
+            self._looks_at = now + _LOOK_S
+            self._look_for_signs(now)
+        due = self.membership.deadline
+        if due is not None and now >= due:
+            self._do(self.membership.tick(now))
+
+    def _look_for_signs(self, now: float) -> None:
+        silent = self._silence.look(self._pages, now)
+        if silent:
+            self._do(self.membership.silent(silent, now))
+        late = self._silence.straggler(self._pages, self.membership.members, _STRAGGLES_S)
+        if late is not None and self.membership.state is RunState.RUNNING:
+            self._notice({"event": "straggler", "worker": late[0], "seconds": round(late[1], 1)})
 
     def scale(self, wanted: int, now: float) -> None:
         """Train with so many workers from now on."""
@@ -122,6 +155,9 @@ class Coordinator:
     def close(self) -> None:
         for line in self._lines.values():
             line.close()
+        for page in self._pages.values():
+            page.close()
+        self._lines, self._pages = {}, {}
         for generation in self._generations:
             generation.close()
         self._generations = []
@@ -131,6 +167,8 @@ class Coordinator:
     def _take(self, worker: int, message: dict[str, Any], now: float) -> None:
         kind, current = message.get("is"), self.membership
         if kind == "arrived":
+            if message.get("timeout_s"):
+                self._silence.lower_limit(message["timeout_s"])
             # A member that comes after its generation was replaced has been given up; `Membership` says so.
             self._do(current.arrived(worker, now, message.get("silent", ())))
         elif kind == "committed":
@@ -158,6 +196,13 @@ class Coordinator:
                 case Kill(worker, why):
                     self._notice({"event": "fenced", "worker": worker, "why": why})
                     self._kill(worker, why)
+                case Wake(worker):
+                    self._notice({"event": "woken", "worker": worker})
+                    self._wake(worker)
+                case Break(number, members, by):
+                    for worker in members:
+                        if worker in self._pages:
+                            self._pages[worker].end_generation(number, members.index(by))
                 case Pause():
                     first = self.membership.members[0]
                     if first in self._lines:
@@ -172,6 +217,10 @@ class Coordinator:
 
     def _form(self, number: int, members: tuple[int, ...]) -> None:
         before = next((one for one in reversed(self._generations) if one.version() != VOID), None)
+        if before is None and self._has_committed and not self._has_trained & set(members):
+            self._do(self.membership.lost_state())
+            return
+        self._has_trained.update(members)
         store = RunStore()
         made = Generation(number, members, store, store.renew())
         made.files = [Files(f"state-{number}-{rank}") for rank in range(len(members))]

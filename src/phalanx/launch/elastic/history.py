@@ -1,6 +1,7 @@
 """What happened to an elastic run: one line each in the run's folder, and in words for who looks on.
 
-    {"at_ns", "event": "started" | "ended" | "lost" | "fenced" | "formed" | "gets on" | "scale", "worker", "rank", …}
+    {"at_ns", "event": "started" | "ended" | "lost" | "fenced" | "formed" | "gets on" | "straggler" | "woken" |
+     "scale", "worker", "rank", …}
 """
 
 from __future__ import annotations
@@ -48,6 +49,11 @@ class History:
             self._lost_ns = 0
             undone = f"; {event['undone']} undone" if event.get("undone") else ""
             return f"goes on with {event['world']} ranks from step {event['step']}{since}{undone}"
+        if kind == "straggler":
+            since = f"{event['seconds']:.0f} s"
+            return f"rank {rank} (worker {event['worker']}) has kept all others waiting for {since}; it is alive"
+        if kind == "woken":
+            return f"rank {rank} (worker {event['worker']}) had stopped, as all have, and was told to go on"
         if kind == "scale":
             return f"asked to go on with {event['wanted']} ranks"
         return ""

@@ -1,6 +1,6 @@
 """A worker's side of the meeting: it says that it is there, and is told who else is.
 
-Owns the socket to the coordinator. Must not know of models, nor how groups are made.
+Owns the socket to the coordinator, and the signs of life. Must not know of models, nor how groups are made.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from typing import Any
 from phalanx.errors import StateError
 from phalanx.launch.elastic.heads import Paths
 from phalanx.launch.elastic.messages import Line
-from phalanx.launch.elastic.variables import JOINS, NUMBER, SOCKET
+from phalanx.launch.elastic.page import GenerationOver, Heart, Page
+from phalanx.launch.elastic.variables import JOINS, NUMBER, PAGE, SOCKET
+from phalanx.observe.live.pulse import WAITING, pulse
 
 _STEPS_AHEAD = 2
 
@@ -68,9 +70,11 @@ class Formed:
 class Member:
     """This process, as the coordinator knows it."""
 
-    def __init__(self, line: Line, number: int, joins: bool) -> None:
-        self._line, self.number, self.joins = line, number, joins
+    def __init__(self, line: Line, page: Page, number: int, joins: bool) -> None:
+        self._line, self._page, self.number, self.joins = line, page, number, joins
         self.formed: Formed | None = None
+        self.timeout_s: float | None = None
+        """The time limit of this worker's groups; the launcher gives nobody more than that to show a sign of life."""
         self._pause_at: int | None = None
         self._has_told = False  # whether the coordinator knows that this generation gets on
         self._wants_to_leave = False
@@ -84,14 +88,23 @@ class Member:
         connection = socket.socket(fileno=int(descriptor))
         # Not for the processes that this one starts: data loaders, compilers.
         os.set_inheritable(connection.fileno(), False)
-        return cls(Line(connection), int(environ[NUMBER]), environ.get(JOINS) == "1")
+        page = Page.open(environ[PAGE])
+        Heart(page, lambda: pulse.state == WAITING)
+        return cls(Line(connection), page, int(environ[NUMBER]), environ.get(JOINS) == "1")
+
+    @property
+    def interruption(self) -> GenerationOver:
+        """Knows when the generation that this worker is in is over."""
+        assert self.formed is not None, "it is a member of a generation"
+        return GenerationOver(self._page, self.formed.generation, self.formed.rank)
 
     def meet(self, why: str = "", silent_ranks: Sequence[int] = ()) -> Formed:
         """Come to the meeting and wait until the next generation is formed. Raises Dismissed if without this worker."""
         before = self.formed
         silent = [] if before is None else [before.members[rank] for rank in silent_ranks if rank < before.world]
         generation = 0 if before is None else before.generation
-        self._line.send({"is": "arrived", "generation": generation, "silent": silent, "why": why})
+        limit = {} if self.timeout_s is None else {"timeout_s": self.timeout_s}
+        self._line.send({"is": "arrived", "generation": generation, "silent": silent, "why": why, **limit})
         while True:
             message = self._line.receive(None)
             if message is None:

@@ -20,8 +20,10 @@ that one who was given up cannot be taken for its replacement.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
+
+from phalanx.launch.elastic.actions import Action, Break, Dismiss, Form, GiveUp, Kill, Pause, Start, Wake
 
 
 class WorkerState(enum.Enum):
@@ -43,52 +45,6 @@ class RunState(enum.Enum):
     OVER = enum.auto()
 
 
-# -- actions: what the coordinator is to do, in this order ------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Start:
-    """Start so many workers."""
-
-    count: int
-
-
-@dataclass(frozen=True, slots=True)
-class Kill:
-    """End a worker for good: whatever it does from now on must reach nobody."""
-
-    worker: int
-    why: str
-
-
-@dataclass(frozen=True, slots=True)
-class Pause:
-    """Let the members come to the meeting when they have ended the step they are in."""
-
-
-@dataclass(frozen=True, slots=True)
-class Form:
-    """These workers, in the order of their ranks, are the next generation."""
-
-    generation: int
-    members: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Dismiss:
-    """A worker at the meeting is not needed any more; it ends well."""
-
-    worker: int
-
-
-@dataclass(frozen=True, slots=True)
-class GiveUp:
-    """The run cannot go on."""
-
-    why: str
-
-
-Action = Start | Kill | Pause | Form | Dismiss | GiveUp
 _LIVE = (WorkerState.STARTING, WorkerState.TRAINING, WorkerState.WAITING)
 
 
@@ -103,6 +59,8 @@ class Limits:
     """How long the meeting waits for a member that is alive, before it is given up."""
     start_s: float = 300.0
     """How long it waits for workers that are starting: at first for all, later only if too few are there to train."""
+    silence_s: float = 60.0
+    """A worker that gives no sign of life for so long is given up; sooner if its own time limit (`init`) is shorter."""
     fruitless: int = 3
     """So many generations in a row without a committed step end the run: the fault is the program's, not a worker's. After
     so many workers in a row that end before they come to the meeting, no more are started."""
@@ -129,6 +87,8 @@ class Membership:
     _is_paused: bool = False
     _asked: int = 0  # workers asked for that have not been started yet
     _stillborn: int = 0  # in a row, workers that ended before they came to the meeting
+    _is_broken: bool = False  # whether the members know that their generation is over
+    _woken: set[int] = field(default_factory=set)  # who was silent before, with all others, and was told to go on
 
     def __post_init__(self) -> None:
         self.wanted = self.limits.wanted
@@ -162,9 +122,11 @@ class Membership:
         """A worker is at the meeting. `silent`: members that it has waited for in vain."""
         if self.workers.get(worker) not in _LIVE:
             return [Kill(worker, "it had been given up")]
+        was_training = self.workers[worker] is WorkerState.TRAINING
         self.workers[worker] = WorkerState.WAITING
         self._stillborn = 0
-        actions: list[Action] = []
+        self._woken.clear()
+        actions = self._break(worker) if was_training else []
         for other in silent:
             # Several may blame one another; one who has come to the meeting is not silent.
             if self.workers.get(other) is WorkerState.TRAINING and other in self.members:
@@ -186,11 +148,36 @@ class Membership:
         elif was_member and self.state is RunState.RUNNING:
             self.state = RunState.GATHERING
         self._leaving.discard(worker)
-        return self._settle(now)
+        # One who has finished leaves the others to finish as well: they have nothing to undo.
+        has_finished = well and before is WorkerState.TRAINING
+        return [*([] if has_finished else self._break(worker)), *self._settle(now)]
+
+    def silent(self, silent: Collection[int], now: float) -> list[Action]:
+        """These workers have given no sign of life for the time limit."""
+        found = [worker for worker in silent if self.workers.get(worker) in _LIVE]
+        left = [worker for worker in self.members if self.workers[worker] in _LIVE]
+        if left and set(left) <= set(found) and not set(left) <= self._woken:
+            # They hold what was learnt, perhaps nobody else does: whoever stopped them all has not killed them. Only if
+            # that does not help are they given up.
+            self._woken.update(left)
+            return [Wake(worker) for worker in left]
+        actions: list[Action] = []
+        for worker in found:
+            actions += self._kill(worker, "it gave no sign of life for the time limit")
+            if worker in self.members and self.state is RunState.RUNNING:
+                self.state = RunState.GATHERING
+        return actions + self._settle(now)
+
+    def lost_state(self) -> list[Action]:
+        """Nobody is left who has what was learnt."""
+        return self._give_up(
+            "every rank that held the state is lost. Start the run again from the newest checkpoint (Checkpointer.restore)"
+        )
 
     def committed(self, now: float) -> list[Action]:
         """The generation has completed a step."""
         self._fruitless = 0
+        self._woken.clear()
         return []
 
     def scale(self, wanted: int, now: float) -> list[Action]:
@@ -252,7 +239,14 @@ class Membership:
 
     def _kill(self, worker: int, why: str) -> list[Action]:
         self.workers[worker] = WorkerState.DEAD
-        return [Kill(worker, why)]
+        return [Kill(worker, why), *self._break(worker)]
+
+    def _break(self, worker: int) -> list[Action]:
+        """The generation is over if this was a member; those who wait for it are told once."""
+        if worker not in self.members or self._is_broken:
+            return []
+        self._is_broken = True
+        return [Break(self.generation, self.members, worker)]
 
     def _dismiss(self, worker: int) -> Action:
         self.workers[worker] = WorkerState.LEFT
@@ -342,7 +336,8 @@ class Membership:
         self.members = tuple(members)
         for worker in members:
             self.workers[worker] = WorkerState.TRAINING
-        self.state, self._is_paused = RunState.RUNNING, False
+        self.state, self._is_paused, self._is_broken = RunState.RUNNING, False, False
+        self._woken.clear()
         self._fruitless += 1  # until it has shown that it can make a step
         return Form(self.generation, self.members)
 
@@ -369,6 +364,3 @@ class Membership:
         for worker in self._live():
             killed += self._kill(worker, "the run was given up")
         return [GiveUp(why), *killed]
-
-
-Handler = Callable[[Action], None]

@@ -1,7 +1,8 @@
 """What workers and their coordinator tell each other: one JSON object per line, over a socket that has no name.
 
     a worker says                                          when
-    {"is": "arrived", "generation", "silent", "why"}       it is at the meeting, after that generation (0: never in one)
+    {"is": "arrived", "generation", "silent", "why"}       it is at the meeting, after that generation (0: never in one);
+                                                           with "timeout_s" if it has a time limit of its own
     {"is": "committed", "version"}                         rank 0, once per generation: it gets on
     {"is": "pausing", "at"}                                rank 0, asked to pause: the others are to pause there too
     {"is": "event", "what", …}                             something that the run's record should have

@@ -17,7 +17,6 @@ from typing import Any
 
 from phalanx.launch.elastic.coordinator import Coordinator
 from phalanx.launch.elastic.membership import Limits, WorkerState
-from phalanx.launch.elastic.variables import JOINS, NUMBER, SOCKET
 from phalanx.launch.logs import RankLogs
 from phalanx.launch.rendezvous import Rendezvous
 from phalanx.launch.start.order import Order
@@ -43,7 +42,7 @@ class ElasticSupervisor:
         self._events, self._scale_file = events, root / SCALE_FILE
         self._limits = limits
         self._round: Round | None = None
-        self._coordinator = Coordinator(limits, self._ask, self._team.kill_one, self._note)
+        self._coordinator = Coordinator(limits, self._ask, self._team.kill_one, self._team.wake_one, self._note)
         self._slots: dict[int, int] = {}  # which place on this host (a core, a GPU) each worker has
         self._asked = 0  # workers to be started when the event under way has been dealt with
 
@@ -134,7 +133,7 @@ class ElasticSupervisor:
         environ |= variables(self._round, slot, places, self._rendezvous.run_id, 0, 0)
         # Its number among all that were ever started, by which its files are named. Ranks are told at the meeting.
         environ |= {"RANK": str(worker), "WORLD_SIZE": str(max(self._limits.most, worker + 1))}
-        environ |= {SOCKET: str(theirs.fileno()), NUMBER: str(worker), JOINS: str(int(joins))}
+        environ |= self._coordinator.variables(worker, theirs, joins)
         self._rendezvous.prepare(environ)
         stdout, stderr = self._logs.prepare(environ)
         return Order(crew.command, environ, stdout, stderr, stdin=standard_input(), kept=(theirs.fileno(),))

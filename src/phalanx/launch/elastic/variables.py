@@ -8,3 +8,6 @@ NUMBER = "PHALANX_ELASTIC_NUMBER"
 
 JOINS = "PHALANX_ELASTIC_JOINS"
 """Whether others train already."""
+
+PAGE = "PHALANX_ELASTIC_PAGE"
+"""The file in memory that it shares with the launcher."""

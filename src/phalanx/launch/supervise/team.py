@@ -72,6 +72,11 @@ class Team:
         if local_rank in self._children:
             self._children[local_rank].tell(signal.SIGKILL)
 
+    def wake_one(self, local_rank: int) -> None:
+        """Let one worker go on that somebody has stopped, with what it started."""
+        if local_rank in self._children:
+            self._children[local_rank].tell(signal.SIGCONT)
+
     def exitcodes(self) -> dict[int, int | None]:
         """How every worker ended. One that we had to kill counts as told to end, which it had been before."""
         codes = {local_rank: child.poll() for local_rank, child in self._children.items()}

@@ -21,13 +21,14 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from ....errors import CollectiveTimeout, CommunicationError
+from ....errors import CollectiveTimeout, CommunicationError, PeerFailure
 from ...memory.arena import Arena, PeerArena
 from .link import Link, make_signal
 
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid, as SO_PEERCRED gives them
 _MAX_HELLO_BYTES = 4096
 _RETRY_S = 0.02
+_LOOK_S = 0.05  # how often a rank that waits for another asks the store, which refuses if that one will not come
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ class Rendezvous:
                 self._send_hello(link.connection, "", inboxes[peer], control, memory)
             for peer in inboxes:
                 if peer < self.rank:
-                    links[peer] = self._receive_link(connections[peer], inboxes)
+                    links[peer] = self._receive_answer(peer, connections[peer], inboxes)
         except BaseException:
             # A link owns its descriptors; before it is made, they are ours to close.
             for peer, inbox in inboxes.items():
@@ -120,6 +121,12 @@ class Rendezvous:
             )
         return remaining
 
+    def _slice(self, peer: str) -> float:
+        """How long to block before looking around again."""
+        remaining = self._remaining(peer)
+        self._store.check([_key(self.rank)])
+        return min(_LOOK_S, remaining)
+
     def _connect(self, peer: int, inbox: int, control: Arena, memory: Arena) -> socket.socket:
         while True:
             connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -141,7 +148,7 @@ class Rendezvous:
 
     def _accept(self, inboxes: Mapping[int, int]) -> tuple[int, Link]:
         while True:
-            self._listener.settimeout(self._remaining("a rank of this host"))
+            self._listener.settimeout(self._slice("a rank of this host"))
             try:
                 connection, _ = self._listener.accept()
             except TimeoutError:
@@ -169,11 +176,24 @@ class Rendezvous:
         hello = json.dumps([self.rank, token]).encode()
         socket.send_fds(connection, [hello], [inbox, control.fd, memory.fd])
 
+    def _receive_answer(self, peer: int, connection: socket.socket, inboxes: Mapping[int, int]) -> Link:
+        try:
+            return self._receive_link(connection, inboxes)
+        except _NotInGroupError as error:
+            # We found its address in the store, and it is of our user: what came instead of an answer is its end.
+            text = f"rank {self.rank}: rank {peer} ended before the ranks of this host had met. See its own output."
+            raise PeerFailure(text, [peer]) from error
+
     def _receive_link(
         self, connection: socket.socket, inboxes: Mapping[int, int], token: str = ""
     ) -> Link:
-        connection.settimeout(self._remaining("a rank of this host"))
-        hello, fds, _, _ = socket.recv_fds(connection, _MAX_HELLO_BYTES, 3)
+        while True:
+            connection.settimeout(self._slice("a rank of this host"))
+            try:
+                hello, fds, _, _ = socket.recv_fds(connection, _MAX_HELLO_BYTES, 3)
+                break
+            except TimeoutError:
+                continue
         try:
             peer, peer_token = json.loads(hello)
             if not secrets.compare_digest(peer_token, token) or peer not in inboxes or len(fds) != 3:

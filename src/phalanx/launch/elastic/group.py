@@ -1,0 +1,95 @@
+"""A worker makes the process group of its generation, with those who may die while it is made.
+
+Owns the order: a store that can be interrupted, a meeting of all ranks in it, the group. gloo connects its ranks in one C++
+call that waits for a dead one for as long as it likes, whatever the time limit; so the group is made by a thread, which is
+left behind if the generation ends meanwhile. Must not know what trains on the group.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from phalanx.comm.failure.interruption import InterruptibleStore, Interruption
+from phalanx.comm.failure.log_store import LogStore
+from phalanx.launch.store import open_store
+
+_LOOK_S = 0.02
+_GRACE_S = 0.3  # whatever waits by the store ends by itself when that is interrupted
+
+
+def make_group(
+    backend: str,
+    device: torch.device,
+    place: tuple[int, int],
+    path: str,
+    interruption: Interruption,
+    timeout_s: float | None,
+) -> dist.Store:
+    """Make the default group, as rank `place[0]` of `place[1]`. Returns its store, for the caller to hold while the group is
+    used: c10d holds half of it only. Raises what `interruption` says as soon as some rank is known not to come."""
+    rank, world = place
+    store = _open(device, path, interruption)
+    limit = dist.default_pg_timeout if timeout_s is None else timedelta(seconds=timeout_s)
+    keys = [f"phalanx/here/{each}" for each in range(world)]
+    store.set(keys[rank], "1")
+    # Before anybody connects: one that never came costs no thread.
+    store.wait(keys, limit)
+    # An attempt that was interrupted in here has been counted, and c10d puts the count into the keys of the store: ranks
+    # that have failed more often than others would never find them again. Private; tests/elastic/test_group.py would notice.
+    dist.distributed_c10d._world.group_count = 0
+
+    def make() -> None:
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
+
+    interruptible(make, interruption)
+    return store
+
+
+def interruptible(make: Callable[[], None], interruption: Interruption) -> None:
+    """Call `make`, in a thread that is left behind if it is interrupted: it comes to nothing then, whenever it returns."""
+    raised: list[BaseException] = []
+    done = threading.Event()
+
+    def run() -> None:
+        try:
+            make()
+        except BaseException as error:  # raised again where it is waited for
+            raised.append(error)
+        finally:
+            done.set()
+
+    # A daemon: the process may end before the connection that it waits for is given up.
+    thread = threading.Thread(target=run, name="phalanx-joining", daemon=True)
+    thread.start()
+    while not done.wait(_LOOK_S):
+        error = interruption.error()
+        if error is not None and not done.wait(_GRACE_S):
+            _give_up(thread)
+            raise error
+    if raised:
+        raise raised[0]
+
+
+class _GivenUp(BaseException):
+    """Raised in a thread that was left behind, as soon as it comes back to Python."""
+
+
+def _give_up(thread: threading.Thread) -> None:
+    # Not documented in Python's own library, but in its C API. Before the thread could make the group, which it may still
+    # get from C++, the default one of this process: by then there may be another.
+    assert thread.ident is not None, "it was started"
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(_GivenUp))
+
+
+def _open(device: torch.device, path: str, interruption: Interruption) -> dist.Store:
+    # A device's own backend uses the store from threads of its own, also while the interpreter ends: those must not need
+    # Python. There, a rank that waits for one that is lost waits for the time limit.
+    if device.type != "cpu":
+        return open_store(path)
+    return InterruptibleStore(LogStore(path, interruption), interruption)

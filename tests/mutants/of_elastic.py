@@ -1,0 +1,176 @@
+"""Mistakes in elastic runs: what is undone, what is written when, who is told, woken and given up."""
+
+from __future__ import annotations
+
+from tests.mutants.mutation import Mutation
+
+TRAINING = "src/phalanx/elastic/training.py"
+TRANSACTION = "src/phalanx/elastic/transaction.py"
+DECISION = "src/phalanx/elastic/decision.py"
+GROUP = "src/phalanx/launch/elastic/group.py"
+MEMBERSHIP = "src/phalanx/launch/elastic/membership.py"
+COORDINATOR = "src/phalanx/launch/elastic/coordinator.py"
+SILENCE = "src/phalanx/launch/elastic/silence.py"
+INTERRUPTION = "src/phalanx/comm/failure/interruption.py"
+LOG = "src/phalanx/comm/failure/log_store.py"
+WAITER = "src/phalanx/comm/failure/waiter.py"
+RENDEZVOUS = "src/phalanx/comm/shm/transport/rendezvous.py"
+CHECKPOINTER = "src/phalanx/checkpoint/checkpointer.py"
+
+RUNS = "tests/elastic/test_training.py"
+HELD = f"{RUNS}::test_runs_through_faults_come_to_what_their_steps_give[held]"
+WRITTEN = f"{RUNS}::test_runs_through_faults_come_to_what_their_steps_give[written]"
+PURE = "tests/elastic/test_membership.py"
+SIGNS = "tests/elastic/test_signs.py"
+WAITS = "tests/comm/failure/test_interruption.py"
+MEETING = "tests/elastic/test_coordinator.py"
+
+MUTATIONS = (
+    Mutation(
+        name="elastic: a rank goes on before all have written the step",
+        file=TRAINING,
+        old="        self._worker.barrier()\n        self.step, self._keeping = version, Keeping.WRITTEN\n",
+        new="        self.step, self._keeping = version, Keeping.WRITTEN\n",
+        tests=WRITTEN,
+    ),
+    Mutation(
+        name="elastic: gradients of a step that never was are kept",
+        file=TRAINING,
+        old="        self._transaction.forget_gradients()\n",
+        new="",
+        tests=HELD,
+    ),
+    Mutation(
+        name="elastic: random numbers are not set back",
+        file=TRANSACTION,
+        old="            set_randomness(own[\"random\"])\n",
+        new="            pass\n",
+        tests=HELD,
+    ),
+    Mutation(
+        name="elastic: the loader goes on where the lost step was",
+        file=TRAINING,
+        old="self._loader.go_on(taken.passing[\"parts\"][\"loader\"], in_loop)",
+        new="self._loader.go_on(self._loader.state_dict(), in_loop)",
+        tests=HELD,
+    ),
+    Mutation(
+        name="elastic: buffers are not set back",
+        file=TRANSACTION,
+        old="                    buffer.detach().copy_(value)\n",
+        new="                    pass\n",
+        tests=HELD,
+    ),
+    Mutation(
+        name="elastic: a step that all have made is not counted",
+        file=DECISION,
+        old="    return Decision(newest + 1, whole[0],",
+        new="    return Decision(newest, whole[0],",
+        tests="tests/elastic/test_decision.py",
+    ),
+    Mutation(
+        name="elastic: a member that others waited for in vain is not fenced",
+        file=MEMBERSHIP,
+        old="            if self.workers.get(other) is WorkerState.TRAINING and other in self.members:\n",
+        new="            if self.workers.get(other) is WorkerState.STARTING and other in self.members:\n",
+        tests=PURE,
+    ),
+    Mutation(
+        name="elastic: a silent member is not fenced",
+        file=MEMBERSHIP,
+        old="            actions += self._kill(worker, \"it gave no sign of life for the time limit\")\n",
+        new="            pass\n",
+        tests=PURE,
+    ),
+    Mutation(
+        name="elastic: members that are all silent are killed with what they hold",
+        file=MEMBERSHIP,
+        old="        if left and set(left) <= set(found) and not set(left) <= self._woken:\n",
+        new="        if not left and found:\n",
+        tests=PURE,
+    ),
+    Mutation(
+        name="elastic: those who wait are not told that their generation is over",
+        file=COORDINATOR,
+        old="                            self._pages[worker].end_generation(number, members.index(by))\n",
+        new="                            pass\n",
+        tests=MEETING,
+    ),
+    Mutation(
+        name="elastic: the end of a generation is told to the next one as well",
+        file="src/phalanx/launch/elastic/page.py",
+        old="        if self._page.over < self._generation:\n",
+        new="        if not self._page.over:\n",
+        tests=SIGNS,
+    ),
+    Mutation(
+        name="elastic: the time in which the launcher was stopped counts as the workers' silence",
+        file=SILENCE,
+        old="min(now - self._looked_at, _LONGEST_LOOK_S)",
+        new="now - self._looked_at",
+        tests=SIGNS,
+    ),
+    Mutation(
+        name="elastic: a worker that holds Python's lock is taken for silent",
+        file=SILENCE,
+        old="                sign.ticks, sign.at = ticks, self._clock\n",
+        new="                sign.ticks = ticks\n",
+        tests=SIGNS,
+    ),
+    Mutation(
+        name="elastic: a wait in the store does not ask whether it is pointless",
+        file=INTERRUPTION,
+        old="            raise error\n        try:\n",
+        new="            pass\n        try:\n",
+        tests=WAITS,
+    ),
+    Mutation(
+        name="elastic: a rank that accepts others does not ask whether they come",
+        file=RENDEZVOUS,
+        old="        self._store.check([_key(self.rank)])\n",
+        new="",
+        tests=WAITS,
+    ),
+    Mutation(
+        name="elastic: the roll is believed before the launcher",
+        file=WAITER,
+        old="        if (told := self.board.interruption()) is not None:\n",
+        new="        if (told := self.board.interruption()) is None and told is not None:\n",
+        tests=WAITS,
+    ),
+    Mutation(
+        name="elastic: a record counts before it is whole",
+        file=LOG,
+        old="        end, view = self._end[0], memoryview(record)\n",
+        new="        end, view = self._end[0], memoryview(record)\n        self._end[0] = end + len(record)\n",
+        tests=WAITS,
+    ),
+    Mutation(
+        name="elastic: a store's lock is waited for without end",
+        file=LOG,
+        old="                if error is not None:\n                    raise error from None\n",
+        new="",
+        tests=WAITS,
+    ),
+    Mutation(
+        name="elastic: attempts at a group that failed change its keys",
+        file=GROUP,
+        old="    dist.distributed_c10d._world.group_count = 0\n",
+        new="",
+        tests="tests/elastic/test_group.py",
+    ),
+    Mutation(
+        name="elastic: a group that was given up is made after all",
+        file=GROUP,
+        old="            _give_up(thread)\n",
+        new="",
+        tests="tests/elastic/test_group.py",
+    ),
+    Mutation(
+        name="elastic: a Checkpointer stays with the ranks of the beginning",
+        file=CHECKPOINTER,
+        old="        if self._agreement.is_of(group):\n            return\n",
+        new="        return\n",
+        tests=HELD,
+    ),
+)
