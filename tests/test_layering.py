@@ -72,7 +72,7 @@ ALLOWED = {"ddp.like_torch.base": ("torch.nn.parallel.DistributedDataParallel",)
 # Pure code decides and touches nothing: no group, no thread, no process, no socket.
 PURE = (
     *("plan", "compile.split", "checkpoint.reshard", "checkpoint.storage.manifest"),
-    *("elastic.decision", "launch.elastic.membership"),
+    *("elastic.decision", "elastic.layout", "launch.elastic.membership"),
 )
 IMPURE = (
     "torch.distributed",

@@ -14,7 +14,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -29,10 +29,17 @@ from phalanx.checkpoint.checkpointer import Checkpointer
 from phalanx.comm.failure.board import group_timeout_s
 from phalanx.comm.group.process_group import PhalanxProcessGroup
 from phalanx.comm.shm.transport.rendezvous import Rendezvous
+from phalanx.elastic import place
+from phalanx.elastic.in_place import InPlace
+from phalanx.elastic.journal import Journal
+from phalanx.elastic.place import Place
+from phalanx.elastic.replay import Replay
 from phalanx.elastic.training import Training
 from phalanx.elastic.transaction import Transaction
 from phalanx.launch.elastic.member import Member
 from phalanx.launch.worker import Worker
+from phalanx.zero.partition import element, shard
+from phalanx.zero.partition.local import LocalOptimizer
 
 WIDTH = 24
 FAULTS = ("kill", "stop", "raise", "exit", "end")
@@ -137,7 +144,8 @@ class Faults:
         self.worker: Worker | None = None
         self.training: Training | None = None
 
-    def at(self, moment: str, rank: int | None = None) -> None:
+    def at(self, moment: str, rank: int | None = None, first: Callable[[], None] | None = None) -> None:
+        """`first` is done before the fault."""
         if rank is None:
             rank = -1 if self.worker is None else self.worker.rank
         step = 0 if self.training is None else self.training.step
@@ -150,6 +158,8 @@ class Faults:
                     descriptor = os.open(f"{self._folder}/fault-{number}", os.O_CREAT | os.O_EXCL | os.O_WRONLY)
                     os.write(descriptor, json.dumps([time.monotonic(), os.getpid()]).encode())
                     os.close(descriptor)
+                    if first is not None:
+                        first()
                     happen(what)
 
 
@@ -164,11 +174,11 @@ def happen(what: str) -> None:
     os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[what])
 
 
-def _around(owner: Any, name: str, faults: Faults, before: str, after: str) -> None:
+def _around(owner: Any, name: str, faults: Faults, before: str, after: str, harm: Callable[..., None] | None = None) -> None:
     real = getattr(owner, name)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        faults.at(before)
+        faults.at(before, first=None if harm is None else lambda: harm(*args, **kwargs))
         result = real(*args, **kwargs)
         faults.at(after)
         return result
@@ -192,13 +202,35 @@ def _arm(faults: Faults) -> None:
         (Worker, "part", "part"),
         (Worker, "barrier", "barrier"),
         (Training, "_renew", "renew"),
+        (InPlace, "settle", "settle"),
+        (Place, "begin", "vote"),
+        (Place, "end", "take"),
+        (Journal, "begin", "mark"),
+        (Journal, "protect", "protect"),
+        (Journal, "done", "done"),
+        (Replay, "run", "replay"),
     ):
         _around(owner, name, faults, f"{moment}<", f"{moment}>")
+    _around(LocalOptimizer, "step_some", faults, "torn", "piece>", _tear)
+
+
+def _tear(local: LocalOptimizer, active: Mapping[int, Sequence[torch.Tensor]], **_: Any) -> None:
+    """What a step that was cut short may leave of the piece that it was at."""
+    with torch.no_grad():
+        for tensor in (tensor for tensors in active.values() for tensor in tensors):
+            for torn in (tensor, *local.optim.state.get(tensor, {}).values()):
+                torn.fill_(7)
+
+
+def _cut_small() -> None:
+    """Several buckets, slices and pieces of a model that is small."""
+    element.CAP_BYTES, shard.CPU_SLICE_NUMEL, place.MOST_NUMEL = 16 * 1024, 256, 400
 
 
 def train(plan: Plan, folder: str, number: int) -> None:
     """The program."""
     faults = Faults(plan, folder)
+    _cut_small()
     if plan.faults:
         _arm(faults)
         faults.at("start", number)

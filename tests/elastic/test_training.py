@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,6 +21,10 @@ pytestmark = pytest.mark.timeout(400)
 
 def _one(moment: str, rank: int, step: int = 4, what: str = "kill") -> tuple[tuple[str, str, int, int], ...]:
     return ((what, moment, rank, step),)
+
+
+def _in_place(faults: tuple[tuple[str, str, int, int], ...], **rest: Any) -> Plan:
+    return Plan(optimizer="zero", faults=faults, **rest)
 
 
 HELD = {
@@ -41,8 +46,7 @@ HELD = {
     "one stops when the others have finished": Case(Plan(timeout_s=1.5, faults=_one("over", 1, 0, "stop"))),
 }
 WRITTEN = {
-    "zero": Case(Plan(optimizer="zero", faults=_one("backward", 2, 5))),
-    "zero, committing": Case(Plan(optimizer="zero", faults=_one("write>", 1, 5))),
+    "zero, without a loader": Case(Plan(optimizer="zero", has_loader=False, faults=_one("write>", 1, 5))),
     "overlapped": Case(Plan(optimizer="overlap", faults=_one("backward", 0))),
     "stepped by step()": Case(Plan(optimizer="late", faults=_one("backward", 2))),
     "stage 2": Case(Plan(optimizer="stage2", faults=_one("write>", 0))),
@@ -62,7 +66,20 @@ WRITTEN = {
 }
 
 
-@pytest.mark.parametrize("cases", [HELD, WRITTEN], ids=["held", "written"])
+IN_PLACE = {
+    "before the vote": Case(_in_place(_one("backward", 2, 5))),
+    "when it has voted": Case(_in_place(_one("vote>", 0, 5))),
+    "a piece is torn": Case(_in_place(_one("torn", 2, 5))),
+    "a piece is done": Case(_in_place(_one("done>", 0, 5), model="norm")),
+    "all have stepped": Case(_in_place(_one("take>", 2, 5, "raise"))),
+    "committed": Case(_in_place(_one("stepped", 1, 5))),
+    "moving there": Case(_in_place(_one("settle<", 1, 1))),
+    "torn, then whoever has finished it": Case(_in_place((*_one("torn", 1, 5), *_one("replay>", -1, 0)), backend="gloo")),
+    "fewer, in order": Case(_in_place(()), outside=(("scale 2", 0.1, 0),)),
+}
+
+
+@pytest.mark.parametrize("cases", [HELD, WRITTEN, IN_PLACE], ids=["held", "written", "in place"])
 def test_runs_through_faults_come_to_what_their_steps_give(cases: dict[str, Case], tmp_path: Path) -> None:
     environ = {**os.environ, "PYTHONPATH": SEARCH_PATH, "OMP_NUM_THREADS": "1"}
     text = json.dumps([asdict(case) for case in cases.values()])

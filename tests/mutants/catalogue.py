@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from tests.mutants import of_checkpoint, of_data, of_elastic, of_features, of_order, of_passes, of_slots, of_zero
+from tests.mutants import (
+    of_checkpoint,
+    of_data,
+    of_elastic,
+    of_features,
+    of_order,
+    of_passes,
+    of_slots,
+    of_survival,
+    of_zero,
+)
 from tests.mutants.mutation import Mutation
 
 MUTATIONS: tuple[Mutation, ...] = (
@@ -14,4 +24,5 @@ MUTATIONS: tuple[Mutation, ...] = (
     *of_checkpoint.MUTATIONS,
     *of_data.MUTATIONS,
     *of_elastic.MUTATIONS,
+    *of_survival.MUTATIONS,
 )

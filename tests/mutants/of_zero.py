@@ -179,9 +179,9 @@ MUTATIONS = (
     Mutation(
         name="element: edges are sent before they are stored",
         file=ELEMENT,
-        old="        shard.store()\n        if trace.recorder",
+        old="            shard.store()\n        if trace.recorder",
         new="        if trace.recorder",
-        also=(("        self.gathering.launch(shard)\n", "        self.gathering.launch(shard)\n        shard.store()\n"),),
+        also=(("            self.gathering.launch(shard)\n", "            self.gathering.launch(shard), shard.store()\n"),),
         words="zero",
     ),
     Mutation(

@@ -18,7 +18,7 @@ import torch
 from ..checkpoint.layout import Layout, Piece, fill
 from ..checkpoint.reshard import Held, cover
 from ..checkpoint.source import Source
-from ..checkpoint.storage.manifest import Manifest, TensorInfo
+from ..checkpoint.storage.manifest import Extent, Manifest, TensorInfo
 from ..errors import StateError
 from ..launch.elastic.heads import HEAD_BYTES, SLOT, VOID, Paths
 
@@ -93,39 +93,29 @@ class RankImage:
             slot.close()
 
 
-class ImageSource(Source):
-    """The state of a generation as of one version, for loading: looks like a checkpoint."""
+class MappedSource(Source):
+    """A state in files of several ranks, as of one version, for loading: looks like a checkpoint."""
 
-    def __init__(self, images: Sequence[Paths], version: int) -> None:
-        heads = [_read(paths.head, 0, HEAD_BYTES) for paths in images]
+    def __init__(self, version: int) -> None:
         self.version = version
         self.where = f"the state in memory after step {self.version}"
         self.about = {"step": self.version}
         self.infos: dict[str, TensorInfo] = {}
         self.texts: list[dict[str, Any]] = []
-        self.rest: list[Any] = []
         self._held: dict[str, list[Held]] = {}
         self._views: list[memoryview] = []
-        for rank, (paths, head) in enumerate(zip(images, heads, strict=True)):
-            self._add(rank, paths, head)
-        for places in self._held.values():
-            places.sort(key=lambda held: held.start)
 
-    def _add(self, rank: int, paths: Paths, head: bytes) -> None:
-        number = self.version % 2
-        found, tensor_bytes, layout_bytes, rest_bytes = SLOT.unpack_from(head, number * SLOT.size)
-        if found != self.version:
-            raise StateError(f"{self.where}: rank {rank} has version {found}.")
-        path = paths.slots[number]
-        manifest = Manifest.from_bytes(_read(path, tensor_bytes, layout_bytes), f"the layout of rank {rank}")
-        texts, rest = pickle.loads(_read(path, tensor_bytes + layout_bytes, rest_bytes))
-        self.texts.append(texts)
-        self.rest.append(rest)
-        self._views.append(_view(path, tensor_bytes))
-        self.infos.update(manifest.tensors)
-        for extent in manifest.extents:
+    def add(self, rank: int, view: memoryview, extents: Sequence[Extent]) -> None:
+        """What the next rank has."""
+        self._views.append(view)
+        for extent in extents:
             held = Held(extent.start, extent.stop, rank, extent.offset)
             self._held.setdefault(extent.key, []).append(held)
+
+    def sort(self) -> None:
+        """All ranks have been added."""
+        for places in self._held.values():
+            places.sort(key=lambda held: held.start)
 
     def flat(self, key: str, start: int, stop: int) -> torch.Tensor:
         info = self.infos[key]
@@ -142,7 +132,32 @@ class ImageSource(Source):
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _read(path: str, at: int, size: int) -> bytes:
+class ImageSource(MappedSource):
+    """The copies that the ranks of a generation wrote of one version."""
+
+    def __init__(self, images: Sequence[Paths], version: int) -> None:
+        super().__init__(version)
+        self.rest: list[Any] = []
+        for rank, paths in enumerate(images):
+            self._add_slot(rank, paths, read_bytes(paths.head, 0, HEAD_BYTES))
+        self.sort()
+
+    def _add_slot(self, rank: int, paths: Paths, head: bytes) -> None:
+        number = self.version % 2
+        found, tensor_bytes, layout_bytes, rest_bytes = SLOT.unpack_from(head, number * SLOT.size)
+        if found != self.version:
+            raise StateError(f"{self.where}: rank {rank} has version {found}.")
+        path = paths.slots[number]
+        manifest = Manifest.from_bytes(read_bytes(path, tensor_bytes, layout_bytes), f"the layout of rank {rank}")
+        texts, rest = pickle.loads(read_bytes(path, tensor_bytes + layout_bytes, rest_bytes))
+        self.texts.append(texts)
+        self.rest.append(rest)
+        self.infos.update(manifest.tensors)
+        self.add(rank, view_file(path, tensor_bytes), manifest.extents)
+
+
+def read_bytes(path: str, at: int, size: int) -> bytes:
+    """A part of a file."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         return os.pread(descriptor, size, at)
@@ -150,7 +165,8 @@ def _read(path: str, at: int, size: int) -> bytes:
         os.close(descriptor)
 
 
-def _view(path: str, size: int) -> memoryview:
+def view_file(path: str, size: int) -> memoryview:
+    """A file's first bytes, to be read only."""
     if not size:
         return memoryview(bytearray())
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)

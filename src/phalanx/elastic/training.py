@@ -16,13 +16,11 @@ into `extra`. Here is the life of a run; what is kept of it is `transaction`'s b
 
 from __future__ import annotations
 
-import enum
 import functools
 import logging
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
@@ -39,6 +37,8 @@ from ..optim.in_backward import InBackward
 from ..zero.optimizer import ZeroRedundancyOptimizer
 from .decision import Decision, Report, decide
 from .image import ImageSource, RankImage
+from .in_place import Found, InPlace, Standing
+from .keeping import Keeping, Taken
 from .transaction import Passing, Transaction
 
 logger = logging.getLogger("phalanx.elastic")
@@ -79,31 +79,6 @@ def _call(function: Callable[..., T], args: Any, kwargs: Any, training: Training
     return function(training, *args, **kwargs)
 
 
-class Keeping(enum.Enum):
-    """How what was learnt survives a rank.
-
-    WRITTEN   every rank writes its share to memory that outlives it, at each commit: the state is divided, or it is not
-              known yet that a step is one step of one optimizer, so that nobody may hold it whole in the midst of
-              one, or there is one rank only
-    HELD      every rank holds all of it: nothing is written, and who has lost the thread takes it from another
-    """
-
-    WRITTEN = enum.auto()
-    HELD = enum.auto()
-
-
-@dataclass(frozen=True, slots=True)
-class _Taken:
-    """From where this worker goes on: what was learnt is in `source`, or here already if that is None."""
-
-    version: int
-    keeping: Keeping
-    source: ImageSource | None
-    passing: Passing
-    own: Passing | None
-    """What this worker itself kept of what passes; None for one who has just come."""
-
-
 class Training:
     """One training run, as its ranks change. Given to the decorated function."""
 
@@ -128,6 +103,7 @@ class Training:
         self._loader, self._on_event = loader, on_event
         self._subject = Subject(model, optimizer, {"scheduler": scheduler, "loader": loader}, extra)
         self._transaction = Transaction(self._subject)
+        self._in_place = InPlace(self._subject, worker, self._transaction)
         self._image: RankImage | None = None
         self._keeping = Keeping.WRITTEN
         self._has_entered = False  # whether this worker has, or had, a state in common with others
@@ -215,8 +191,11 @@ class Training:
         self._note_schedule()
         if self._may_hold():
             self._keep(version, Keeping.HELD)
+        elif self._in_place.has_stepped:
+            self._keep(version, Keeping.IN_PLACE)
+            self._in_place.committed(version)
         else:
-            self._commit_written(version)
+            self._commit_written(version, self._member)
         if self._member.committed(self.step):
             self._leave_group()
             self._meet(self._member, "asked to pause", in_loop=in_loop)
@@ -232,7 +211,8 @@ class Training:
         is_whole = len(self._subject.optimizers) == 1 and not self._is_divided and self._worker.world > 1
         return is_one_step and is_whole and not self._is_uneven
 
-    def _commit_written(self, version: int) -> None:
+    def _commit_written(self, version: int, member: Member) -> None:
+        is_one_step = self._num_ended == 1 and not self._is_uneven
         if self._keeping is Keeping.HELD:
             # All have made the step, or it is undone by those who hold the one before. Until all have written this one it
             # is held as well: some may go on before the others know.
@@ -242,6 +222,16 @@ class Training:
         # Whoever goes on knows that all ranks have written this version: it is never undone.
         self._worker.barrier()
         self.step, self._keeping = version, Keeping.WRITTEN
+        assert member.formed is not None, "it is a member of a generation"
+        self._in_place.settle(member.formed.images, version, is_one_step, self._copy_before_step)
+
+    def _copy_before_step(self) -> None:
+        """A step cannot be made in place, on no rank: what was learnt until now is written before it is changed."""
+        assert self._image is not None, "it is a member of a generation"
+        self._transaction.write(self._image, self.step, self._worker.rank, self._worker.world, self._kept)
+        # Not before all have: the state in place may be changed from here on.
+        self._worker.barrier()
+        self._keeping = Keeping.WRITTEN
 
     @property
     def _is_divided(self) -> bool:
@@ -253,11 +243,11 @@ class Training:
         self._kept = self._transaction.keep()
         if how is Keeping.WRITTEN:
             self._transaction.write(self._image, version, self._worker.rank, self._worker.world, self._kept)
-        elif self._keeping is Keeping.HELD:
-            # What was written before all held it is out of date. Not one commit earlier: some may not hold this one yet,
-            # and would have nothing to go back to if those who do are lost.
+        elif self._keeping is how:
+            # What was written before all held it, or had it in place, is out of date. Not one commit earlier: some may not
+            # hold this one yet, and would have nothing to go back to if those who do are lost.
             self._image.clear()
-        if how is Keeping.HELD:
+        if how is not Keeping.WRITTEN:
             self.step, self._keeping = version, how
         self._num_begun = self._num_ended = 0
 
@@ -367,12 +357,17 @@ class Training:
         self._image = RankImage(formed.images[formed.rank], formed.rank, formed.world)
         report = Report(self.step if self._has_entered else None, self._num_begun > 0, self._num_ended == self._num_begun)
         holds = self._has_entered and self._keeping is Keeping.HELD
-        said = self._worker.exchange.all_objects((report, holds, self._is_uneven))
-        self._is_uneven = any(is_uneven for _, _, is_uneven in said)
+        # Looked at before anybody knows what the others say, and so before anybody finishes a step of another.
+        in_place = self._in_place.look(formed), self._in_place.stand(formed, member.number)
+        said = self._worker.exchange.all_objects((report, holds, self._is_uneven, in_place))
+        self._is_uneven = any(is_uneven for _, _, is_uneven, _ in said)
         self._transaction.give_up_pass()
-        if any(holds for _, holds, _ in said):
+        found: Found | None = said[0][3][0]
+        if any(holds for _, holds, _, _ in said):
             self._renew()
-            taken = self._take_held(formed, [report for report, _, _ in said])
+            taken = self._take_held(formed, [report for report, _, _, _ in said])
+        elif found is not None:
+            taken = self._take_placed(formed, found, [standing for _, _, _, (_, standing) in said])
         else:
             taken = self._take_written(formed, member)
         if self._loader is not None:
@@ -384,13 +379,14 @@ class Training:
         # A rank alone holds nothing that anybody else would have if it were lost.
         self._keep(self.step, self._keeping if formed.world > 1 else Keeping.WRITTEN)
 
-    def _apply(self, taken: _Taken, formed: Formed) -> None:
+    def _apply(self, taken: Taken, formed: Formed) -> None:
         if taken.source is not None:
             self._transaction.read(taken.source, formed.rank, formed.world)
         self._transaction.forget_gradients()
         self._transaction.give(taken.passing, taken.own)
         # Last: whatever is done above may draw numbers.
         self._transaction.set_random(taken.passing, taken.own, formed.rank + formed.generation * formed.world)
+        self._in_place.drop()
         self.step, self._keeping, self._has_entered = taken.version, taken.keeping, True
         self._num_begun = self._num_ended = 0
         self._kept = self._transaction.keep()
@@ -405,7 +401,7 @@ class Training:
         for one in sharded:
             one.renew()
 
-    def _take_written(self, formed: Formed, member: Member) -> _Taken:
+    def _take_written(self, formed: Formed, member: Member) -> Taken:
         """What every rank wrote."""
         if formed.version == VOID:
             if formed.has_committed:
@@ -419,16 +415,31 @@ class Training:
                 self._subject.ddp.replicate_module(0)
             mine = self._kept if self._has_entered else self._transaction.keep()
             passing: Passing = self._worker.exchange.all_objects(mine)[0]
-            return _Taken(0, Keeping.WRITTEN, None, passing, mine if self._has_entered else None)
+            return Taken(0, Keeping.WRITTEN, None, passing, mine if self._has_entered else None)
         source = ImageSource(formed.before, formed.version)
         # First the options: who comes has those of the beginning, and a divided optimizer compares them when it is made.
         self._transaction.read_options(source)
         self._renew()
         there = formed.members_before
         own = source.rest[there.index(member.number)] if member.number in there else None
-        return _Taken(source.version, Keeping.WRITTEN, source, source.rest[0] if own is None else own, own)
+        return Taken(source.version, Keeping.WRITTEN, source, source.rest[0] if own is None else own, own)
 
-    def _take_held(self, formed: Formed, reports: list[Report]) -> _Taken:
+    def _take_placed(self, formed: Formed, found: Found, said: list[Standing]) -> Taken:
+        """What every rank has in place, after the step that any of them has begun is finished for all."""
+        self._in_place.finish(formed, found, said)
+        if self._has_entered and self.step < found.version:
+            self._complete()
+            # At once: should somebody be lost before all is taken, it is not to be completed again.
+            self.step, self._num_begun, self._num_ended = found.version, 0, 0
+        mine = self._kept if self._has_entered else None
+        source, passing, first = self._in_place.take(formed, found, mine)
+        self._renew()
+        if any(one.rank is None for one in said) and self._subject.ddp is not None:
+            # Who comes has neither buffers nor what nobody trains; those who were there get their own back.
+            self._subject.ddp.replicate_module(first)
+        return Taken(found.version, Keeping.WRITTEN, source, passing if mine is None else mine, mine)
+
+    def _take_held(self, formed: Formed, reports: list[Report]) -> Taken:
         """What some rank holds; only who has not got it takes it."""
         decision = decide(reports)
         if decision is None:
@@ -445,9 +456,9 @@ class Training:
                 self._transaction.write(self._image, decision.version, 0, 1, mine)
             self._worker.barrier()
         if formed.rank not in decision.takers:
-            return _Taken(decision.version, Keeping.HELD, None, mine, mine)
+            return Taken(decision.version, Keeping.HELD, None, mine, mine)
         source = ImageSource([formed.images[decision.source]], decision.version)
-        return _Taken(decision.version, Keeping.HELD, source, source.rest[0], self._own(reports[formed.rank], decision))
+        return Taken(decision.version, Keeping.HELD, source, source.rest[0], self._own(reports[formed.rank], decision))
 
     def _own(self, report: Report, decision: Decision) -> Passing | None:
         """This worker's own random numbers, buffers and hook, where it takes the rest from another."""

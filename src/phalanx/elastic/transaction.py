@@ -22,6 +22,7 @@ from ..checkpoint.capture import Subject, capture_learnt, state_of
 from ..checkpoint.layout import Layout, Piece, lay_out
 from ..checkpoint.optimizers import members, named_params, options_of
 from ..checkpoint.randomness import capture_randomness, seed_like, set_generator_state, set_randomness
+from ..checkpoint.source import Source
 from ..checkpoint.tree import decode
 from ..comm.hooks import HookState
 from ..errors import StateError
@@ -119,19 +120,34 @@ class Transaction:
                 found[label] = {**texts[label], "groups": list(options_of(groups, label, called))}
         return found
 
-    def read_options(self, source: ImageSource) -> None:
+    def read_options(self, source: Source) -> None:
         """Take the options of the optimizers' groups: learning rates and the like."""
         for label, optimizer in self.subject.optimizers.items():
             groups = [group for one in members(optimizer) for group in one.param_groups]
             for group, saved in zip(groups, source.optimizer(label)["groups"], strict=True):
                 group.update(decode(saved["options"], _no_tensor))
 
-    def read(self, source: ImageSource, rank: int, world: int) -> None:
-        """Take what was learnt from an image."""
+    def read(self, source: Source, rank: int, world: int) -> None:
+        """Take what was learnt: all of it from copies, the optimizer's state from states in place."""
         self._described = None
-        restoration = Restoration(self.subject, source, Choice(parts=(MODEL, OPTIMIZER)), rank, world)
+        parts = (MODEL, OPTIMIZER) if isinstance(source, ImageSource) else (OPTIMIZER,)
+        restoration = Restoration(self.subject, source, Choice(parts=parts), rank, world)
         restoration.run()
         restoration.finish()
+
+    @torch.no_grad()
+    def read_params(self, source: Source, label: str) -> None:
+        """Take the parameters of an optimizer from states in place, where each rank has those that it owns."""
+        groups, names = self.subject.optimizers[label].param_groups, self.subject.param_names()
+        params = [param for group in groups for param in group["params"]]
+        for param, name in zip(params, named_params(params, names), strict=True):
+            param.detach().copy_(source.whole(f"model/{name}"))
+
+    def groups(self, label: str) -> list[dict[str, Any]]:
+        """The options of an optimizer's groups as they are now."""
+        groups = self.subject.optimizers[label].param_groups
+        params = [param for group in groups for param in group["params"]]
+        return list(options_of(groups, label, named_params(params, self.subject.param_names())))
 
     def forget_gradients(self) -> None:
         """Those of a step that never was."""

@@ -122,6 +122,8 @@ class ElementPartition(Partition):
                 loss = closure()
         with torch.no_grad():
             self.prepare()
+            if local.stepper is not None:
+                local.stepper.begin(self.shards, arguments)
             for shard in self.shards:
                 if shard.is_due():
                     shard.refresh()
@@ -129,6 +131,8 @@ class ElementPartition(Partition):
                     self.update(shard, local, arguments)
                     # At once: slices are views of `.grad`, and would keep its memory alive beyond zero_grad().
                     shard.drop_gradients()
+            if local.stepper is not None:
+                local.stepper.end()
             # Before this returns, parts of the parameters are still the old ones: nobody may compute with them.
             self.gathering.finish()
         return loss
@@ -142,12 +146,17 @@ class ElementPartition(Partition):
     def update(self, shard: Shard, local: LocalOptimizer, arguments: dict[str, Any]) -> None:
         """Step the slices of one refreshed shard that have a gradient, and start gathering its bucket."""
         started_ns = trace.now_ns()
-        local.step_some(self._active(shard), **arguments)
-        # Before the launch: the gather reads the parameters' memory, and edges were stepped beside it.
-        shard.store()
+        steps_elsewhere = local.stepper is not None and local.stepper.is_stepping
+        if local.stepper is not None and steps_elsewhere:
+            local.stepper.step(shard, arguments)
+        else:
+            local.step_some(self._active(shard), **arguments)
+            # Before the launch: the gather reads the parameters' memory, and edges were stepped beside it.
+            shard.store()
         if trace.recorder is not None:
             trace.recorder.span(trace.OPTIMIZER, started_ns, trace.now_ns(), bucket=shard.index)
-        self.gathering.launch(shard)
+        if not steps_elsewhere:
+            self.gathering.launch(shard)
         # The transport writes behind autograd's back; a graph that still needs the old values must notice.
         increment_version(shard.params)
 

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from .stepper import Stepper
+
 
 class LocalOptimizer:
     """One instance of `optimizer_class` over this rank's tensors, in the user's groups."""
@@ -28,6 +30,8 @@ class LocalOptimizer:
         # The list itself: `step_some` shows the optimizer another one for the time of a step.
         self.groups = self.optim.param_groups
         self._params = [list(params) for params in params_by_group]
+        # Who steps shards piece by piece in its stead. Here, as this object stays when the partition is made anew.
+        self.stepper: Stepper | None = None
         self.push(groups)
 
     def pull(self, groups: Sequence[dict[str, Any]]) -> None:
