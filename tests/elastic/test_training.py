@@ -52,10 +52,10 @@ WRITTEN = {
     "stage 2": Case(Plan(optimizer="stage2", faults=_one("write>", 0))),
     "two optimizers": Case(Plan(optimizer="two", faults=_one("backward", 1, 5))),
     "raise": Case(Plan(optimizer="zero", faults=_one("forward", 1, 4, "raise"))),
-    "zero, before it has written": Case(Plan(optimizer="zero", faults=_one("write<", 1, 5))),
-    # What they wrote is in the launcher's memory: nobody of them has to be left.
+    "overlapped, before it has written": Case(Plan(optimizer="overlap", faults=_one("write<", 1, 5))),
+    # What was written is in the launcher's memory: nobody has to be left. What is stepped in place needs one who is.
     "two at once": Case(Plan(optimizer="zero", faults=(("kill", "batch", 0, 5), ("kill", "batch", -1, 5)))),
-    "all at once": Case(Plan(optimizer="zero"), outside=(("SIGKILL all", 0.05, 0),)),
+    "all at once": Case(Plan(optimizer="overlap"), outside=(("SIGKILL all", 0.05, 0),)),
     "thirty generations": Case(
         Plan(has_loader=False, generations=30, pause_s=0.01),
         most=3,
