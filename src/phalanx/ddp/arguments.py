@@ -265,9 +265,9 @@ def choose_on_unused(on_unused: str | None, expected: bool) -> str:
 
 
 def check_on_nonfinite(on_nonfinite: Any) -> str | None:
-    """What to do about NaN and infinity; None for nothing."""
-    if on_nonfinite not in (None, "raise", "warn", "skip"):
-        raise ConfigError(f'on_nonfinite must be "raise", "warn", "skip" or None, got {on_nonfinite!r}.')
+    """What to do about NaN and infinity; None for a word when they have reached the parameters."""
+    if on_nonfinite not in (None, "raise", "warn", "skip", "ignore"):
+        raise ConfigError(f'on_nonfinite must be "raise", "warn", "skip", "ignore" or None, got {on_nonfinite!r}.')
     return None if on_nonfinite is None else str(on_nonfinite)
 
 
