@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.join import Joinable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import UninitializedParameter
 
@@ -96,10 +97,16 @@ def choose_buffer_sync(broadcast_buffers: bool | None, forward_sync_buffers: boo
 
 
 def check_module(module: object) -> None:
-    """Refuse what is no module; often its parameters, as an optimizer wants them."""
+    """Refuse what is no module, often its parameters, as an optimizer wants them; and what is wrapped already."""
     if not isinstance(module, torch.nn.Module):
         raise ArgumentTypeError(
             f"DistributedDataParallel wraps a torch.nn.Module, got a {type(module).__name__}. Pass the model itself."
+        )
+    if isinstance(module, Joinable):
+        # Of modules only wrappers are, torch's and ours. Each of two would average what the other has, or nothing.
+        raise ArgumentTypeError(
+            f"the model is wrapped already, by {type(module).__module__}.{type(module).__name__}. Use that wrapper, or pass "
+            "the model inside of it: DistributedDataParallel(model.module)."
         )
 
 
