@@ -46,6 +46,8 @@ def test_errors_that_name_no_remedy_are_given_one(tmp_path: Path) -> None:
         [
             ("EOFError: EOF when reading a line", "workers have no keyboard"),
             ("bdb.BdbQuit", "debug one process"),
+            ("AttributeError: Can't pickle local object 'main.<locals>.<lambda>'", "no lambda"),
+            ("RuntimeError: [enforce fail] DefaultCPUAllocator: can't allocate memory", "smaller batches"),
             ("RuntimeError: DataLoader worker (pid 7) is killed by signal: Killed.", "num_workers=0"),
         ]
     ):

@@ -62,7 +62,7 @@ def test_a_beat_writes_whole_records_that_the_launcher_reads(fresh: Pulse, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("passes", "updates", "collectives", "apart"),
+    ("passes", "updates", "reductions", "apart"),
     [
         (0, 40, 0, True),
         (0, 40, 3, True),  # a loss averaged now and then
@@ -73,9 +73,9 @@ def test_a_beat_writes_whole_records_that_the_launcher_reads(fresh: Pulse, tmp_p
     ],
 )
 def test_steps_without_anything_exchanged_are_training_apart(
-    fresh: Pulse, passes: int, updates: int, collectives: int | None, apart: bool
+    fresh: Pulse, passes: int, updates: int, reductions: int | None, apart: bool
 ) -> None:
-    fresh.passes, fresh.updates, fresh.collectives = passes, updates, collectives
+    fresh.passes, fresh.updates, fresh.reductions = passes, updates, reductions
     assert fresh.trains_apart is apart
 
 

@@ -246,7 +246,7 @@ def _say_not_averaged(directory: RunDirectory) -> None:
         say(
             click.style("no gradients were averaged", fg="yellow", bold=True)
             + f": each worker made {ranks[0].step} optimizer steps by itself, on a model of its own. Wrap the model before "
-            "the loop, model = phalanx.DistributedDataParallel(model), and call that."
+            "the loop, model = phalanx.DistributedDataParallel(model), and call that, outside no_sync()."
         )
 
 

@@ -26,7 +26,15 @@ _NO_KEYBOARD = (
     "workers have no keyboard: what they read is empty. Pass values as arguments (phalanx run train.py --lr 1), "
     "and debug one process: python train.py."
 )
+_TOO_LITTLE = "smaller batches, fewer workers per host, or ZeroRedundancyOptimizer; `phalanx plan` says what a model needs."
 _HINTS = (
+    ("can't allocate memory", _TOO_LITTLE),
+    ("out of memory", _TOO_LITTLE),
+    (
+        "Can't pickle",
+        "what is sent to another process, as to those of a DataLoader that are started by 'spawn', must stand at the top of "
+        "a module: no lambda, and no function inside a function.",
+    ),
     ("EOF when reading a line", _NO_KEYBOARD),
     ("BdbQuit", _NO_KEYBOARD),
     (

@@ -43,6 +43,7 @@ from .lifetime import close_at_exit
 
 _SMALL_BYTES = 1024
 _MOST_RECENT = 32
+_REDUCES = (Verb.ALL_REDUCE, Verb.REDUCE, Verb.REDUCE_SCATTER)
 
 # mypy: disable-error-code="override,assignment,no-any-return"
 # c10d declares most methods as several overloads, which no single Python signature matches, and the
@@ -72,7 +73,7 @@ class PhalanxProcessGroup(dist.ProcessGroup):
         # torch that take a work, `_set_forward_pass_work_handle` is given one number, and `_register_work` holds Python's
         # half too (tests/comm/group/test_torch_classes.py would notice if it did not).
         self._recent: deque[dist.Work] = deque(maxlen=_MOST_RECENT)
-        pulse.collectives = pulse.collectives or 0
+        pulse.reductions = pulse.reductions or 0
         # The group may be dropped without having been destroyed.
         close_at_exit(self.lane)
         self._finalizer = weakref.finalize(self, self.lane.close)
@@ -289,7 +290,8 @@ class PhalanxProcessGroup(dist.ProcessGroup):
     # ---- parts
 
     def _submit(self, calls: Sequence[Call], opts: Options) -> dist.Work:
-        pulse.collectives = (pulse.collectives or 0) + 1
+        if calls and calls[0].verb in _REDUCES:
+            pulse.reductions = (pulse.reductions or 0) + 1
         work = self.lane.submit(calls, not opts.asyncOp, opts.timeout)
         if opts.asyncOp and sum(tensor.nbytes for call in calls for tensor in call.outputs) <= _SMALL_BYTES:
             self._recent.append(work)

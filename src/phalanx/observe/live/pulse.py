@@ -43,8 +43,8 @@ class Pulse:
         """Time that the training thread stood still for communication."""
         self.samples = 0
         self.loss: float | None = None
-        self.collectives: int | None = None
-        """Those that went through a group of ours; None if there is none, and nobody counts."""
+        self.reductions: int | None = None
+        """Collectives that add up, through a group of ours; None if there is none, and nobody counts."""
 
     def enters(self, state: str) -> None:
         """The training thread goes over to `state` now."""
@@ -60,9 +60,9 @@ class Pulse:
 
     @property
     def trains_apart(self) -> bool:
-        """Whether optimizers step, and nothing is exchanged that their gradients could be averaged by."""
-        counted = self.collectives is not None and self.passes == 0
-        return counted and self.updates >= _UPDATES_BY_CHANCE and 2 * (self.collectives or 0) < self.updates
+        """Whether optimizers step, and nothing is added up that could be their gradients."""
+        counted = self.reductions is not None and self.passes == 0
+        return counted and self.updates >= _UPDATES_BY_CHANCE and 2 * (self.reductions or 0) < self.updates
 
 
 pulse = Pulse()
