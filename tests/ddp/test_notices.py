@@ -14,7 +14,8 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import phalanx
 from phalanx.ddp.notices import accumulation
-from phalanx.ddp.notices.first_inputs import FirstInputs, fingerprint
+from phalanx.ddp.notices.fingerprint import fingerprint
+from phalanx.ddp.notices.first_inputs import FirstInputs
 from tests.cluster import run_ranks
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from ...comm.failure.folding import users_stacklevel
 from ..reducer.listener import Listener
-from .first_inputs import Fingerprint, numbers_of
+from .fingerprint import Fingerprint, numbers_of
 
 if TYPE_CHECKING:
     from ..module import DistributedDataParallel
