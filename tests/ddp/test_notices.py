@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import phalanx
 from phalanx.ddp.notices import accumulation
-from phalanx.ddp.notices.fingerprint import fingerprint
+from phalanx.ddp.notices.fingerprint import fingerprint, numbers_of
 from phalanx.ddp.notices.first_inputs import FirstInputs
 from tests.cluster import run_ranks
 
@@ -99,6 +99,12 @@ def _number(inputs: Any) -> int:
     found = fingerprint(inputs)
     assert found is not None and found.numbers is not None
     return found.numbers[0]
+
+
+def test_a_parameter_without_elements_has_a_number_too() -> None:
+    found = numbers_of([torch.ones(3), torch.empty(0), torch.empty(2, 0)])
+    assert found is not None and found.numbers is not None and found.numbers[1:] == [0, 0]
+    assert numbers_of([torch.ones(3), torch.empty(3, device="meta")]) is None
 
 
 def test_inputs_without_tensors_have_no_number() -> None:

@@ -75,6 +75,6 @@ def _mixed(tensor: torch.Tensor) -> torch.Tensor:
     real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     flat = real.reshape(-1)[:: max(1, real.numel() // _MOST_ELEMENTS)].contiguous()
     words = flat.view(_WORDS[flat.element_size()]).to(torch.int64)
-    places = torch.arange(1, 2 * words.numel(), 2, device=words.device)  # odd, so that every bit of a word counts
+    places = 2 * torch.arange(words.numel(), device=words.device) + 1  # odd, so that every bit of a word counts
     mixed = words * places * _SPREAD  # beyond 64 bits it wraps around
     return (mixed ^ mixed >> 29).sum()
