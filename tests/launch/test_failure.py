@@ -51,6 +51,7 @@ def test_errors_that_name_no_remedy_are_given_one(tmp_path: Path) -> None:
             ("RuntimeError: DataLoader worker (pid 7) is killed by signal: Killed.", "num_workers=0"),
         ]
     ):
+        (tmp_path / str(number)).mkdir()
         directory = RunDirectory(tmp_path / str(number))
         write_error(directory, 0, message, 100)
         summary = summarize(directory, 0, {0: 1})
