@@ -22,6 +22,8 @@ html_theme = "furo"
 html_title = "Phalanx"
 html_copy_source = False
 # The search runs in the browser on an index that comes with the pages: it needs no network.
+# Excerpts would be fetched from the pages, which browsers refuse for pages on the disk.
+html_show_search_summary = False
 html_theme_options = {"sidebar_hide_name": False}
 myst_heading_anchors = 3
 autodoc_member_order = "bysource"

@@ -68,8 +68,8 @@ def test_who_has_a_bad_gradient_of_what_is_told_on_every_rank(action: str, poiso
         assert said.count("step 2") == 1 and ("step 3" in said) == (action == "warn"), "skipped, it is over"
 
 
-def test_without_the_argument_nobody_looks() -> None:
-    for said, had in run_ranks(2, found, None, float("nan"), False, backend="phalanx"):
+def test_ignored_nobody_looks() -> None:
+    for said, had in run_ranks(2, found, "ignore", float("nan"), False, backend="phalanx"):
         assert said == "" and all(had)
 
 

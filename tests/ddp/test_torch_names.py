@@ -305,3 +305,14 @@ def _compiled_by_others(rank: int, world: int) -> bool:
 
 def test_dynamo_does_not_take_ours_for_torchs() -> None:
     assert run_ranks(2, _compiled_by_others) == [True, True]
+
+
+def _wrapped_twice(rank: int, world: int) -> str:
+    with pytest.raises(TypeError) as raised:
+        OURS(OURS(torch.nn.Linear(2, 2)))
+    return str(raised.value)
+
+
+def test_a_wrapper_is_not_wrapped_again() -> None:
+    for words in run_ranks(2, _wrapped_twice):
+        assert "wrapped already" in words and "DistributedDataParallel(model.module)" in words

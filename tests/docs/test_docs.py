@@ -11,6 +11,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 import warnings
 from pathlib import Path
 from typing import Any
@@ -127,6 +128,15 @@ def test_there_are_commands_to_check() -> None:
 def test_links_between_pages_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text()):
         assert (page.parent / target).exists() or target in generated.PAGES, target
+
+
+def test_the_project_has_one_address() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    home = project["urls"]["Homepage"]
+    told = [*PAGES, ROOT / "SECURITY.md", ROOT / "CONTRIBUTING.md", ROOT / "pyproject.toml"]
+    told += sorted((ROOT / ".github").rglob("*.yml"))
+    found = [url for page in told for url in re.findall(r"https://[\w./-]*/phalanx\b", page.read_text())]
+    assert len(found) > 5 and set(found) == {home}
 
 
 def test_troubleshooting_has_a_section_for_every_error_of_the_tree_and_no_other() -> None:

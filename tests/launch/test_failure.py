@@ -41,6 +41,23 @@ def test_the_earliest_exception_is_the_cause(tmp_path: Path) -> None:
     assert summary.others[0].message == "ValueError: late"
 
 
+def test_errors_that_name_no_remedy_are_given_one(tmp_path: Path) -> None:
+    for number, (message, remedy) in enumerate(
+        [
+            ("EOFError: EOF when reading a line", "workers have no keyboard"),
+            ("bdb.BdbQuit", "debug one process"),
+            ("AttributeError: Can't pickle local object 'main.<locals>.<lambda>'", "no lambda"),
+            ("RuntimeError: [enforce fail] DefaultCPUAllocator: can't allocate memory", "smaller batches"),
+            ("RuntimeError: DataLoader worker (pid 7) is killed by signal: Killed.", "num_workers=0"),
+        ]
+    ):
+        (tmp_path / str(number)).mkdir()
+        directory = RunDirectory(tmp_path / str(number))
+        write_error(directory, 0, message, 100)
+        summary = summarize(directory, 0, {0: 1})
+        assert summary is not None and remedy in summary.hint
+
+
 def test_a_rank_that_blames_its_peer_is_not_the_cause_even_when_first(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path)
     write_error(directory, 0, "PeerFailure: rank 1 died", 100, consequence=True)

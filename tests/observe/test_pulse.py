@@ -62,6 +62,24 @@ def test_a_beat_writes_whole_records_that_the_launcher_reads(fresh: Pulse, tmp_p
 
 
 @pytest.mark.parametrize(
+    ("passes", "updates", "reductions", "apart"),
+    [
+        (0, 40, 0, True),
+        (0, 40, 3, True),  # a loss averaged now and then
+        (0, 40, None, False),  # over gloo nobody counts
+        (0, 40, 40, False),  # torch's own wrapper, or averaging by hand
+        (40, 40, 0, False),
+        (0, 3, 0, False),
+    ],
+)
+def test_steps_without_anything_exchanged_are_training_apart(
+    fresh: Pulse, passes: int, updates: int, reductions: int | None, apart: bool
+) -> None:
+    fresh.passes, fresh.updates, fresh.reductions = passes, updates, reductions
+    assert fresh.trains_apart is apart
+
+
+@pytest.mark.parametrize(
     ("inputs", "expected"),
     [
         ((torch.zeros(5, 2),), 5),

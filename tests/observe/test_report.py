@@ -163,6 +163,22 @@ def test_figures_are_those_of_the_run(tmp_path: Path) -> None:
     assert figures["Throughput"] == f"{2 * (1000 + 7 * 22):,.0f}"
 
 
+def test_the_typical_pass_of_the_figures_is_the_one_that_is_drawn(tmp_path: Path) -> None:
+    """Ranks and passes of unequal lengths: one definition, whichever place of the page shows it."""
+    for rank in range(3):
+        spans, at = [], 0
+        for number in range(6):
+            length = (10 + 7 * number % 5 + 3 * rank * (number % 2)) * MS
+            spans += [["span", "forward", at, at + MS, 1, {}], ["span", "backward", at + MS, at + length, 1, {}]]
+            at += length + MS
+        write_trace(tmp_path, rank, 3, spans)
+    run = load(tmp_path)
+    (typical,) = [one for one in timeline(run)["passes"] if one["label"] == "typical"]
+    shown = {name: value for name, value, _ in report.tiles(run)}
+    assert shown["Typical pass"] == f"{typical['length']:.1f} ms"
+    assert [typical["index"], typical["length"]] in timeline(run)["lengths"]
+
+
 def test_the_page_names_the_parameters_of_each_bucket(tmp_path: Path) -> None:
     page = report.render(load(write_run(tmp_path)))
     assert "head.bias, head.weight" in page and "embed.weight" in page

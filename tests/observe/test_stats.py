@@ -54,7 +54,7 @@ def test_passes_begin_with_their_forward_and_end_with_the_next(tmp_path: Path) -
     found = passes(run.ranks[0])
     assert [one.start for one in found] == [0, 37 * MS, 74 * MS]
     assert found[0].end == found[1].start
-    assert median_pass_ns(run.ranks[0]) == 37 * MS
+    assert median_pass_ns(run) == 37 * MS
 
 
 def test_several_forwards_before_one_backward_are_one_pass(tmp_path: Path) -> None:
@@ -76,4 +76,4 @@ def test_buckets_are_told_apart(tmp_path: Path) -> None:
 def test_a_run_without_spans_has_no_numbers(tmp_path: Path) -> None:
     write_trace(tmp_path, 0, 1, [["scalar", "loss", 0, 0, 1.0]])
     run = load(tmp_path)
-    assert hidden_share(run) is None and median_pass_ns(run.ranks[0]) is None and lateness(run) == []
+    assert hidden_share(run) is None and median_pass_ns(run) is None and lateness(run) == []

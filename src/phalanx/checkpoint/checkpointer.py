@@ -272,7 +272,10 @@ class Checkpointer:
                 raise StateError(f"{damaged[-1]} {self._offer(names)}")
             warnings.warn(f"rank {self.rank}: {damaged[-1]} Passed over for an older one.", stacklevel=2)
         if damaged:
-            raise StateError(f"no checkpoint in {self.folder} is whole. The newest: {damaged[0]}")
+            raise StateError(
+                f"no checkpoint in {self.folder} is whole. The newest: {damaged[0]} Put back a copy of the folder, or "
+                "train into an empty one."
+            )
         return None
 
     def _candidates(self, step: int | None) -> list[str]:

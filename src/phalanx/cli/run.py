@@ -15,6 +15,7 @@ from phalanx.cli.status_line import StatusLine
 from phalanx.errors import ConfigError
 from phalanx.launch.failure import FailureSummary, RankEnd
 from phalanx.launch.hosts.secret import SECRET, read_secret
+from phalanx.launch.records import status
 from phalanx.launch.resources import may_have_accelerators, threads_for
 from phalanx.launch.rundir import RunDirectory
 
@@ -223,6 +224,8 @@ def _close(outcome: Outcome, directory: RunDirectory, settings: LaunchSettings, 
             say(f"finished in {outcome.seconds:.1f} s")
         if outcome.met is False and settings.nproc > 1:
             _say_apart(settings.nproc)
+        elif settings.nproc > 1:
+            _say_not_averaged(directory)
     if settings.tracing and not quiet:
         say(f"see where the time went: phalanx report {directory.root}")
 
@@ -234,6 +237,17 @@ def _say_apart(workers: int) -> None:
         + f": {workers} independent copies of the script ran, each on all the data. Call phalanx.init() at its start and "
         "wrap the model in phalanx.DistributedDataParallel; or run one copy with --nproc 1."
     )
+
+
+def _say_not_averaged(directory: RunDirectory) -> None:
+    """They joined each other, and trained apart all the same."""
+    ranks = status.read(directory)
+    if ranks and all(one.apart for one in ranks):
+        say(
+            click.style("no gradients were averaged", fg="yellow", bold=True)
+            + f": each worker made {ranks[0].step} optimizer steps by itself, on a model of its own. Wrap the model before "
+            "the loop, model = phalanx.DistributedDataParallel(model), and call that, outside no_sync()."
+        )
 
 
 def show_failure(failure: FailureSummary, directory: RunDirectory) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.join import Joinable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import UninitializedParameter
 
@@ -96,10 +97,16 @@ def choose_buffer_sync(broadcast_buffers: bool | None, forward_sync_buffers: boo
 
 
 def check_module(module: object) -> None:
-    """Refuse what is no module; often its parameters, as an optimizer wants them."""
+    """Refuse what is no module, often its parameters, as an optimizer wants them; and what is wrapped already."""
     if not isinstance(module, torch.nn.Module):
         raise ArgumentTypeError(
             f"DistributedDataParallel wraps a torch.nn.Module, got a {type(module).__name__}. Pass the model itself."
+        )
+    if isinstance(module, Joinable):
+        # Of modules only wrappers are, torch's and ours. Each of two would average what the other has, or nothing.
+        raise ArgumentTypeError(
+            f"the model is wrapped already, by {type(module).__module__}.{type(module).__name__}. Use that wrapper, or pass "
+            "the model inside of it: DistributedDataParallel(model.module)."
         )
 
 
@@ -265,9 +272,9 @@ def choose_on_unused(on_unused: str | None, expected: bool) -> str:
 
 
 def check_on_nonfinite(on_nonfinite: Any) -> str | None:
-    """What to do about NaN and infinity; None for nothing."""
-    if on_nonfinite not in (None, "raise", "warn", "skip"):
-        raise ConfigError(f'on_nonfinite must be "raise", "warn", "skip" or None, got {on_nonfinite!r}.')
+    """What to do about NaN and infinity; None for a word when they have reached the parameters."""
+    if on_nonfinite not in (None, "raise", "warn", "skip", "ignore"):
+        raise ConfigError(f'on_nonfinite must be "raise", "warn", "skip", "ignore" or None, got {on_nonfinite!r}.')
     return None if on_nonfinite is None else str(on_nonfinite)
 
 

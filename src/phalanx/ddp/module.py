@@ -32,13 +32,11 @@ from . import arguments
 from .agreement import verify_same
 from .buckets.tail import check_weight
 from .features.buffers import BufferHookLocation, BufferSync
-from .features.bypass import Bypass
 from .features.dist_autograd import current_context, gradients_of_context
 from .features.drift import DriftCheck
 from .features.durable import verify_before_state
 from .features.in_backward import StepInBackward, SteppedInBackward
 from .features.join import JoinedTraining, announce_reduction, common_rank
-from .features.newcomers import Newcomers
 from .features.nonfinite import NonFinite
 from .features.precision import LowPrecision, MixedPrecision
 from .features.settings import CarriedSettings
@@ -46,6 +44,7 @@ from .features.torch_in_backward import torch_in_backward
 from .frames import call, hides_from_dynamo, report_uncompiled, transparent, untraced
 from .like_torch.base import TorchBase
 from .like_torch.steps import REFUSED_ATTRIBUTES
+from .notices import FirstInputs, notices
 from .passes.arming import Forward
 from .passes.order import order_of
 from .reducer import HookStrategy, Reducer, ReducerOptions
@@ -58,7 +57,7 @@ from .wrappers import announce
 # Made anew by `_prepare` and `_assemble`, so not saved with the wrapper.
 _TRANSIENT = frozenset(
     "process_group device_mesh collectives buffer_sync reducer timeline _low _trained _frozen _first_plan _hook "
-    "_in_backward_adopted _open_forwards".split()
+    "_in_backward_adopted _open_forwards first_inputs".split()
 )
 
 
@@ -76,14 +75,14 @@ def _activate(wrapper: Any, cut_key: str | None) -> None:
 class DistributedDataParallel(TorchBase):
     """Train `module` on every rank of a group with gradients averaged during backward.
 
-    All of torch 2.13's arguments are taken and mean the same. Four more: `on_unused` says what to do when no rank used some
-    parameter: "warn" once (default), "raise", or "ignore". `on_nonfinite` says what to do about NaN and infinity in a rank's
-    own gradients, before they spread: "raise", "warn", "skip" (drop the step's gradients on every rank), or nothing
-    (default). `on_late_mismatch="poison"` is for devices, where a step whose ranks did not belong together is found out one
-    step late: its gradients become NaN on the device, so that they are not applied unseen. `check_drift_every` compares the
-    parameters of the ranks after every so many backwards. Parameters and buffers are replicated from rank 0 at
-    construction; after every backward all ranks hold bit-identical gradients. It is a subclass of torch's wrapper, for
-    libraries that ask, and runs none of its code.
+    All of torch 2.13's arguments are taken and mean the same. Four more: `on_unused` says what to do when no rank used
+    some parameter: "warn" once (default), "raise", or "ignore". `on_nonfinite` says what to do about NaN and infinity in
+    a rank's own gradients, before they spread: "raise", "warn", "skip" (drop the step's gradients on every rank),
+    "ignore", or, by default, one warning when such gradients have reached the parameters. `on_late_mismatch="poison"` is
+    for devices, where a step whose ranks did not belong together is found out one step late: its gradients become NaN on
+    the device, so that they are not applied unseen. `check_drift_every` compares the parameters of the ranks after every
+    so many backwards. Parameters and buffers are replicated from rank 0 at construction; after every backward all ranks
+    hold bit-identical gradients. It is a subclass of torch's wrapper, for libraries that ask, and runs none of its code.
     """
 
     def __init__(
@@ -195,10 +194,11 @@ class DistributedDataParallel(TorchBase):
         params = [param for _, param in self._trained]
         self.reducer = Reducer(params, self._first_plan, self.collectives, options, self._number)
         self.timeline = Timeline(self.reducer)
-        self.reducer.listeners += [self.timeline, Bypass(self), Newcomers(self), CarriedSettings(self.reducer)]
+        self.first_inputs = FirstInputs()
+        self.reducer.listeners += [self.timeline, *notices(self, self.first_inputs), CarriedSettings(self.reducer)]
         if self._low is not None:
             self.reducer.listeners.append(self._low)
-        if self.on_nonfinite is not None:
+        if self.on_nonfinite is not None and self.on_nonfinite != "ignore":
             self.reducer.listeners.append(NonFinite(self.reducer, self.on_nonfinite))
         if self.check_drift_every is not None:
             self.reducer.listeners.append(DriftCheck(self, self.check_drift_every))
@@ -282,6 +282,7 @@ class DistributedDataParallel(TorchBase):
             # Before any other collective: it may have to bring all ranks to the same point first.
             forward = self.reducer.forward_begins(self.require_backward_grad_sync)
             self._follow_moved_parameters()
+            self.first_inputs.see((inputs, kwargs))
             if not self._in_backward_adopted:
                 self._adopt_in_backward_optimizers()
         Join.notify_join_context(self)

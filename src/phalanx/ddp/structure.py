@@ -48,6 +48,11 @@ def _parts(value: Any) -> Iterator[Any]:
                 waiting += inside
 
 
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """Every tensor reachable from `value`, in an order that depends on its structure alone."""
+    return [part for part in _parts(value) if isinstance(part, torch.Tensor)]
+
+
 def _inside(value: Any) -> list[Any] | None:
     """What a container or a dataclass holds; None for another object, or one that does not let us look."""
     try:

@@ -21,6 +21,30 @@ _LOG_TAIL_LINES = 12
 _TOLD_TO_END = -signal.SIGTERM
 
 
+# For errors of others that say what happened and not what to do: words of the message, and the remedy.
+_NO_KEYBOARD = (
+    "workers have no keyboard: what they read is empty. Pass values as arguments (phalanx run train.py --lr 1), "
+    "and debug one process: python train.py."
+)
+_TOO_LITTLE = "smaller batches, fewer workers per host, or ZeroRedundancyOptimizer; `phalanx plan` says what a model needs."
+_HINTS = (
+    ("can't allocate memory", _TOO_LITTLE),
+    ("out of memory", _TOO_LITTLE),
+    (
+        "Can't pickle",
+        "what is sent to another process, as to those of a DataLoader that are started by 'spawn', must stand at the top of "
+        "a module: no lambda, and no function inside a function.",
+    ),
+    ("EOF when reading a line", _NO_KEYBOARD),
+    ("BdbQuit", _NO_KEYBOARD),
+    (
+        "DataLoader worker (pid",
+        "a process of that rank's DataLoader was killed, most often because memory ran out (see dmesg): fewer num_workers "
+        "or smaller batches. num_workers=0 loads in the rank itself, and shows what the dataset raises.",
+    ),
+)
+
+
 @dataclass(frozen=True)
 class RankEnd:
     """How one rank ended. `at_ns` is wall-clock time where the rank could still tell it."""
@@ -80,7 +104,7 @@ class FailureSummary:
             return "SIGTERM came from outside: a scheduler, the end of a container or a session, or somebody's kill."
         if self.first.exitcode in (-signal.SIGSEGV, -signal.SIGBUS) and self.first.at_ns is None:
             return "It crashed in native code. Shared memory that is full is one cause; `phalanx doctor` looks at it."
-        return ""
+        return next((hint for words, hint in _HINTS if words in self.first.message), "")
 
     def alike(self, end: RankEnd) -> bool:
         """Whether another rank failed by itself in the very same words, apart from the ranks they name."""

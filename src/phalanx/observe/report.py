@@ -115,7 +115,7 @@ def tiles(run: Run) -> list[tuple[str, str, str]]:
     startup = startup_ns(run)
     if startup is not None:
         found.append(("Start-up", _seconds(startup / 1e9), "until the first forward"))
-    usual = median_pass_ns(first)
+    usual = median_pass_ns(run)
     if usual is not None:
         found.append(("Typical pass", f"{usual / 1e6:.1f} ms", _passes_in_words(run)))
     share = hidden_share(run)
@@ -152,7 +152,10 @@ def _tiles_of_pulses(run: Run) -> list[tuple[str, str, str]]:
 
 def _command(run: Run) -> str:
     words = [str(word) for word in run.facts.get("command", [])]
-    return str(run.facts.get("shown", "")) or (f"phalanx run {' '.join(words)}" if words else "")
+    options = [f"--nproc {run.facts['nproc']}"] if isinstance(run.facts.get("nproc"), int) else []
+    options += ["--trace"] if run.facts.get("tracing") is True else []
+    shown = " ".join(["phalanx run", *options, *words]) if words else ""
+    return str(run.facts.get("shown", "")) or shown
 
 
 def _title(run: Run) -> str:

@@ -200,10 +200,23 @@ def hidden_share_of(ranks: Sequence[RankTrace]) -> float | None:
     return sum(one.hidden for one in times) / communication if communication else None
 
 
-def median_pass_ns(rank: RankTrace) -> float | None:
-    """The usual length of a pass, the first left out because it warms up; None without passes."""
-    lengths = [one.end - one.start for one in passes(rank)]
-    return statistics.median(lengths[1:] or lengths) if lengths else None
+def pass_lengths(by_rank: Sequence[Sequence[Pass]]) -> list[int]:
+    """How long each pass took the slowest rank, of those that every rank has."""
+    count = min((len(found) for found in by_rank), default=0)
+    return [max(found[k].end - found[k].start for found in by_rank) for k in range(count)]
+
+
+def typical_pass(lengths: Sequence[int]) -> int | None:
+    """Which pass is of the usual length (the median), the first left out because it warms up; None without passes."""
+    steady = range(1, len(lengths)) if len(lengths) > 1 else range(len(lengths))
+    return sorted(steady, key=lambda k: lengths[k])[len(steady) // 2] if lengths else None
+
+
+def median_pass_ns(run: Run) -> int | None:
+    """The length of the typical pass."""
+    lengths = pass_lengths([passes(rank) for rank in run.ranks])
+    usual = typical_pass(lengths)
+    return None if usual is None else lengths[usual]
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from torch.distributed.distributed_c10d import (
     ScatterOptions,
 )
 
+from ...observe.live.pulse import pulse
 from ..collectives import Collectives
 from ..shm.ops.call import Call, gather_call, scatter_call
 from ..shm.transport.signature import Verb
@@ -42,6 +43,7 @@ from .lifetime import close_at_exit
 
 _SMALL_BYTES = 1024
 _MOST_RECENT = 32
+_REDUCES = (Verb.ALL_REDUCE, Verb.REDUCE, Verb.REDUCE_SCATTER)
 
 # mypy: disable-error-code="override,assignment,no-any-return"
 # c10d declares most methods as several overloads, which no single Python signature matches, and the
@@ -71,6 +73,7 @@ class PhalanxProcessGroup(dist.ProcessGroup):
         # torch that take a work, `_set_forward_pass_work_handle` is given one number, and `_register_work` holds Python's
         # half too (tests/comm/group/test_torch_classes.py would notice if it did not).
         self._recent: deque[dist.Work] = deque(maxlen=_MOST_RECENT)
+        pulse.reductions = pulse.reductions or 0
         # The group may be dropped without having been destroyed.
         close_at_exit(self.lane)
         self._finalizer = weakref.finalize(self, self.lane.close)
@@ -287,6 +290,8 @@ class PhalanxProcessGroup(dist.ProcessGroup):
     # ---- parts
 
     def _submit(self, calls: Sequence[Call], opts: Options) -> dist.Work:
+        if calls and calls[0].verb in _REDUCES:
+            pulse.reductions = (pulse.reductions or 0) + 1
         work = self.lane.submit(calls, not opts.asyncOp, opts.timeout)
         if opts.asyncOp and sum(tensor.nbytes for call in calls for tensor in call.outputs) <= _SMALL_BYTES:
             self._recent.append(work)

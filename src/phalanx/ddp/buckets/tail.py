@@ -174,7 +174,9 @@ class Tail:
         """The healthy tail: every parameter used, default weight, nothing late."""
         out.copy_(self._template(out, step)[0])
         if self.watch is not None:
-            out[_NONFINITE_AT] = self.watch.look()
+            seen = self.watch.look()
+            if isinstance(seen, torch.Tensor) or seen:  # the template has a nought there, and writing one costs microseconds
+                out[_NONFINITE_AT] = seen
 
     def write_usage(self, out: torch.Tensor, used: Sequence[int]) -> None:
         out[self._usage_at :] = torch.tensor(list(used), dtype=out.dtype, device=out.device)

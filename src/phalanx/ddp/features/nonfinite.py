@@ -116,10 +116,10 @@ class BucketWatch:
             body = bucket.gradient._values()
         else:
             return 0
-        self._flag = _is_bad(body)
+        self._flag = is_bad(body)
         if body.device.type == "cpu":
             bad = bool(self._flag)
-            self._names = _bad_names(bucket) if bad else []
+            self._names = bad_names(bucket) if bad else []
             return int(bad)
         return self._flag
 
@@ -136,18 +136,18 @@ class BucketWatch:
             return
         if self._flag is not None and self._flag.device.type != "cpu" and bool(self._flag):
             # What this rank sent has been overwritten; the mean is not finite where any rank's gradient was not.
-            self._names = _bad_names(bucket)
+            self._names = bad_names(bucket)
         owner.found(bucket, self._names, step)
 
 
-def _is_bad(values: torch.Tensor) -> torch.Tensor:
+def is_bad(values: torch.Tensor) -> torch.Tensor:
     # A sum is finite only if everything is; wide enough not to overflow by itself. No memory, one pass.
     real = torch.view_as_real(values) if values.is_complex() else values
     wide = torch.float64 if real.dtype in (torch.float32, torch.float64) else torch.float32
     return ~torch.isfinite(real.sum(dtype=wide))
 
 
-def _bad_names(bucket: Bucket) -> list[str]:
+def bad_names(bucket: Bucket) -> list[str]:
     if isinstance(bucket, DenseBucket):
-        return [spec.name for spec, view in zip(bucket.specs, bucket.views, strict=True) if bool(_is_bad(view))]
+        return [spec.name for spec, view in zip(bucket.specs, bucket.views, strict=True) if bool(is_bad(view))]
     return bucket.names

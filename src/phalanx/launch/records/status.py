@@ -18,6 +18,7 @@ _NOTEWORTHY_WAITING = 0.05
 # A rank that has waited so long is not in an ordinary step any more.
 _LONG_WAIT_S = 2.0
 _STALE_S = 5.0
+_NO_NUMBERS = ("state", "loss", "apart")
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,8 @@ class RankStatus:
     loss: float | None
     resident: int
     wall_s: float
+    apart: bool = False
+    """Whether it trains by itself though it has joined the others."""
 
     @property
     def silent_s(self) -> float:
@@ -53,12 +56,12 @@ def read(directory: RunDirectory) -> list[RankStatus]:
 def _read_one(path: Path) -> RankStatus | None:
     try:
         value = json.loads(path.read_text())
-        numbers = {each.name: value[each.name] for each in fields(RankStatus) if each.name not in ("state", "loss")}
+        numbers = {each.name: value[each.name] for each in fields(RankStatus) if each.name not in _NO_NUMBERS}
         # A folder from elsewhere may hold anything: what is no number here is no status.
         if not all(isinstance(number, int | float) for number in numbers.values()):
             return None
         loss = value["loss"] if isinstance(value["loss"], int | float) else None
-        return RankStatus(**numbers, state=str(value["state"]), loss=loss)
+        return RankStatus(**numbers, state=str(value["state"]), loss=loss, apart=value.get("apart") is True)
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None  # not written yet, or being made
 

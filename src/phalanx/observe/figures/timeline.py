@@ -8,7 +8,7 @@ from typing import Any
 from phalanx.observe import trace
 from phalanx.observe.intervals import clip, difference, rows
 from phalanx.observe.run import RankTrace, Run, Span
-from phalanx.observe.stats import COMMUNICATION, COMPUTE, Pass, passes, working
+from phalanx.observe.stats import COMMUNICATION, COMPUTE, pass_lengths, passes, typical_pass, working
 
 MOST_PASSES = 24
 MOST_RANKS = 16
@@ -19,14 +19,14 @@ MOST_LENGTHS = 600
 def timeline(run: Run) -> dict[str, Any]:
     """A JSON value: which passes and ranks are drawn, and their bars in ms from the pass's start."""
     drawn = [_Drawn(rank) for rank in _drawn_ranks(run.ranks)]
-    by_rank = [one.passes for one in drawn]
-    count = min((len(found) for found in by_rank), default=0)
-    chosen = _telling_passes(by_rank, count)
+    # Of all ranks, drawn or not: the figures at the top of the page are made of the same.
+    lengths = pass_lengths([passes(rank) for rank in run.ranks])
+    chosen = _telling_passes(lengths)
     return {
         "left_out_ranks": len(run.ranks) - len(drawn),
-        "num_passes": count,
-        "lengths": _lengths(by_rank, count),
-        "passes": [_pass_value(drawn, index, label) for index, label in chosen],
+        "num_passes": len(lengths),
+        "lengths": _lengths(lengths),
+        "passes": [_pass_value(drawn, index, label, lengths[index]) for index, label in chosen],
     }
 
 
@@ -64,33 +64,32 @@ def _drawn_ranks(ranks: list[RankTrace]) -> list[RankTrace]:
     return [ranks[index * (len(ranks) - 1) // (MOST_RANKS - 1)] for index in range(MOST_RANKS)]
 
 
-def _telling_passes(by_rank: list[list[Pass]], count: int) -> list[tuple[int, str]]:
-    if count == 0:
+def _telling_passes(lengths: list[int]) -> list[tuple[int, str]]:
+    count, usual = len(lengths), typical_pass(lengths)
+    if usual is None:
         return []
-    lengths = [max(found[k].end - found[k].start for found in by_rank) for k in range(count)]
-    steady = range(1, count) if count > 1 else range(count)
-    usual = sorted(steady, key=lambda k: lengths[k])[len(steady) // 2]
-    slowest = max(steady, key=lambda k: lengths[k])
+    slowest = max(range(1, count) if count > 1 else range(count), key=lambda k: lengths[k])
     labels = {0: "first", count - 1: "last", slowest: "slowest", usual: "typical"}
     spread = {index * (count - 1) // max(1, MOST_PASSES - 5) for index in range(MOST_PASSES - 4)}
     return [(k, labels.get(k, "")) for k in sorted(spread | set(labels))]
 
 
-def _lengths(by_rank: list[list[Pass]], count: int) -> list[list[float]]:
+def _lengths(whole: list[int]) -> list[list[float]]:
     """(index, ms of the slowest rank) of passes: all, or in a long run the longest of each stretch."""
-    whole = [max(found[k].end - found[k].start for found in by_rank) for k in range(count)]
+    count = len(whole)
     stretch = max(1, -(-count // MOST_LENGTHS))
     chosen = [max(range(at, min(at + stretch, count)), key=whole.__getitem__) for at in range(0, count, stretch)]
     return [[k, round(whole[k] / 1e6, 4)] for k in chosen]
 
 
-def _pass_value(drawn: list[_Drawn], index: int, label: str) -> dict[str, Any]:
+def _pass_value(drawn: list[_Drawn], index: int, label: str, length: int) -> dict[str, Any]:
     start = min(one.passes[index].start for one in drawn)
     end = max(one.passes[index].end for one in drawn)
     return {
         "index": index,
         "label": label,
-        "ms": round((end - start) / 1e6, 4),
+        "ms": round((end - start) / 1e6, 4),  # of the picture, from the first rank's start to the last one's end
+        "length": round(length / 1e6, 4),
         "ranks": [_rank_value(one, start, end) for one in drawn],
     }
 

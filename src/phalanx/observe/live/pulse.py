@@ -24,6 +24,7 @@ STATUS_FILE = "PHALANX_STATUS_FILE"
 BEAT_S = 0.5
 _WINDOW_BEATS = 20  # rates are of the last ten seconds
 _RECORD_BYTES = 512
+_UPDATES_BY_CHANCE = 8  # fewer are no training yet
 
 STARTING, COMPUTING, WAITING, ENDED = "starting", "computing", "waiting", "ended"
 
@@ -42,6 +43,8 @@ class Pulse:
         """Time that the training thread stood still for communication."""
         self.samples = 0
         self.loss: float | None = None
+        self.reductions: int | None = None
+        """Collectives that add up, through a group of ours; None if there is none, and nobody counts."""
 
     def enters(self, state: str) -> None:
         """The training thread goes over to `state` now."""
@@ -54,6 +57,12 @@ class Pulse:
     def steps(self) -> int:
         """Passes where the script has any, else optimizer steps."""
         return self.passes or self.updates
+
+    @property
+    def trains_apart(self) -> bool:
+        """Whether optimizers step, and nothing is added up that could be their gradients."""
+        counted = self.reductions is not None and self.passes == 0
+        return counted and self.updates >= _UPDATES_BY_CHANCE and 2 * (self.reductions or 0) < self.updates
 
 
 pulse = Pulse()
@@ -120,4 +129,5 @@ class Beat:
             "loss": pulse.loss,
             "resident": resident_bytes(),
             "wall_s": round(time.time(), 3),
+            "apart": pulse.trains_apart,
         }

@@ -52,7 +52,9 @@ function frame(holder, { height, x, y, xTitle = "", left = 46, unit = "", yTicks
     node("text", { class: "tick", x: box.left - 6, y: round(up(value)) + 4, "text-anchor": "end" }, svg, brief(value) + unit);
   }
   for (const value of ticks(x[0], x[1], width / 90)) {
-    node("text", { class: "tick", x: round(across(value)), y: box.bottom + 15, "text-anchor": "middle" }, svg, brief(value));
+    // At the right edge a label in the middle of its tick would be cut off.
+    const anchor = across(value) > box.right - 14 ? "end" : "middle";
+    node("text", { class: "tick", x: round(across(value)), y: box.bottom + 15, "text-anchor": anchor }, svg, brief(value));
   }
   if (xTitle) node("text", { class: "tick", x: (box.left + box.right) / 2, y: height - 4, "text-anchor": "middle" }, svg, xTitle);
   return { svg, box, across, up, width };

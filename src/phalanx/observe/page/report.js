@@ -165,7 +165,7 @@ function drawTimeline() {
   document.getElementById("previous").disabled = current === 0;
   document.getElementById("next").disabled = current === data.timeline.passes.length - 1;
   document.getElementById("whole").hidden = !zoom;
-  document.getElementById("pass-length").textContent = `${shown.ms.toFixed(2)} ms`;
+  document.getElementById("pass-length").textContent = `${shown.length.toFixed(1)} ms, the slowest rank`;
   const more = data.timeline.left_out_ranks ? ` ${data.timeline.left_out_ranks} more ranks are not drawn.` : "";
   document.getElementById("timeline-words").textContent = describe(shown) + more;
   drawLengths();
