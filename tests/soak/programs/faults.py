@@ -12,9 +12,9 @@ from typing import Any
 import psutil
 
 from tests.cluster.command import Command
-from tests.soak.case import LAUNCHERS, LIMIT_S, Case, Outcome
-from tests.soak.ends import ABORTED, BACKENDS
-from tests.soak.program import WORDS
+from tests.soak.programs.case import LAUNCHERS, LIMIT_S, Case, Outcome
+from tests.soak.programs.ends import ABORTED, BACKENDS
+from tests.soak.programs.program import WORDS
 
 PROGRAM = Path(__file__).with_name("program.py")
 PROGRAMS = ("ddp", "hook", "zero", "overlap")

@@ -59,7 +59,7 @@ def adopt_orphans() -> None:
 
 def commands(launcher: str, world: int, program: list[str]) -> list[list[str]]:
     """One command per process that the user, or a scheduler, would start."""
-    warmly = [sys.executable, "-m", "tests.soak.warmly"]
+    warmly = [sys.executable, "-m", "tests.soak.programs.warmly"]
     if launcher == "torchrun":
         return [[*warmly, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}", *program]]
     if launcher == "phalanx":

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tests.soak.case import LAUNCHERS, LIMIT_S, Case, Outcome
+from tests.soak.programs.case import LAUNCHERS, LIMIT_S, Case, Outcome
 
 PROGRAM = Path(__file__).with_name("ends_program.py")
 BACKENDS = ("gloo", "phalanx")

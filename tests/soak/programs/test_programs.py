@@ -27,7 +27,7 @@ from typing import Any
 import pytest
 
 from tests.cluster.process import SEARCH_PATH
-from tests.soak import ends, faults
+from tests.soak.programs import ends, faults
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(3600)]
 
@@ -45,7 +45,7 @@ def _conducted(kind: str, plans: list[dict[str, Any]]) -> Iterator[dict[str, Any
     for start in range(0, len(plans), _BATCH):
         if time.monotonic() > deadline:
             return
-        command = [sys.executable, "-m", "tests.soak.driver", kind]
+        command = [sys.executable, "-m", "tests.soak.programs.driver", kind]
         text = json.dumps(plans[start : start + _BATCH])
         done = subprocess.run(command, input=text, env=environ, capture_output=True, text=True, timeout=3000)
         assert done.returncode == 0, done.stderr[-3000:]

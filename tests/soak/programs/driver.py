@@ -1,7 +1,7 @@
 """Runs cases one after the other, in one process that has everything imported and forks whatever they start.
 
-    python -m tests.soak.driver faults < plans as JSON      one plan each (tests/soak/faults.py)
-    python -m tests.soak.driver ends   < plans as JSON      (tests/soak/ends.py)
+    python -m tests.soak.programs.driver faults < plans as JSON      one plan each (tests/soak/programs/faults.py)
+    python -m tests.soak.programs.driver ends   < plans as JSON      (tests/soak/programs/ends.py)
 
 Prints a line of JSON per plan: the plan, what became of it, and in "problem" what is wrong with that, if anything is.
 """
@@ -23,7 +23,7 @@ import torch.distributed.run  # noqa: F401
 
 import tests.cluster.preload  # noqa: F401
 from tests.cluster.command import fork_own_starter
-from tests.soak import case, ends, faults
+from tests.soak.programs import case, ends, faults
 
 KINDS: dict[str, Any] = {"faults": faults.run, "ends": ends.run}
 
