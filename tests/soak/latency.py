@@ -23,7 +23,6 @@ import torch
 from torch import nn
 
 import phalanx
-import tests.cluster.preload  # noqa: F401  (names from files only; imports that would cost each rank a second)
 from bench.namespaces import LINE, Hosts, enter
 
 # By transport: (backend, hosts of how many ranks, how soon a death must be seen).
@@ -146,6 +145,9 @@ def _fork(rank: int, world: int, plan: dict[str, Any], writer: int, place: dict[
 
 
 def main() -> None:
+    # Names from files only, and imports that would cost each rank a second. Not above: it changes the process it is in.
+    import tests.cluster.preload  # noqa: F401
+
     for plan in json.loads(sys.argv[1] if len(sys.argv) > 1 else sys.stdin.read()):
         outcome = {**run(plan), "load": round(os.getloadavg()[0], 1)}
         os.write(1, (json.dumps(outcome) + "\n").encode())  # a forked rank must not have our buffer to flush
