@@ -36,7 +36,7 @@ help:
 	@echo "make check        ruff, mypy, import layers, public names"
 	@echo "make bench        side by side with torch's own classes, and a dated report of it"
 	@echo "make bench-peers  side by side with FSDP2, DeepSpeed and torchft, installed into .venv-peers"
-	@echo "make soak         thousands of injected faults"
+	@echo "make soak         thousands of injected faults, ends of every kind, and how soon a death is seen"
 	@echo "make docs         the HTML documentation, in docs/_build"
 	@echo "make clean        remove what the others made; distclean removes the environments as well"
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 _PR_SET_PDEATHSIG = 1
 _CLONE_NEWNET = 0x40000000  # of <sched.h>
 _NAMESPACE = "--network-namespace"
+_NO_ROOM = 1 << 30
 # What makes a launch of its own: it gets a starter that was forked, not spawned.
 _LAUNCHERS = (["-m", "phalanx.cli.main"], ["-m", "phalanx_command"], ["-m", "phalanx"])
 
@@ -74,16 +75,18 @@ class Command(subprocess.Popen[Any]):
     def _execute_child(self, args: list[str], *rest: Any) -> None:
         # Private, but the one place where Popen makes a process; all its streams, waiting and time limits stay in use.
         # tests/test_command.py notices when it moves.
-        (_, _, _, pass_fds, cwd, env, *_), pipes = rest, rest[9:15]
+        (_, _, _, pass_fds, cwd, env, *_), pipes, new_session = rest, rest[9:15], bool(rest[20])
         environ = dict(os.environ if env is None else env)
         arguments = self._warm_arguments
         starter = None if arguments is None else warm_starter({**environ, "PYTHONUNBUFFERED": "1"})
         if starter is None or arguments is None:
             super()._execute_child(args, *rest)  # type: ignore[misc]
             return
-        self._fork(starter, arguments, environ, cwd, pass_fds, pipes)
+        self._fork(starter, arguments, environ, cwd, pass_fds, pipes, new_session)
 
-    def _fork(self, starter: Starter, args: list[str], environ: dict[str, str], cwd: Any, fds: Any, pipes: Any) -> None:
+    def _fork(
+        self, starter: Starter, args: list[str], environ: dict[str, str], cwd: Any, fds: Any, pipes: Any, new_session: bool
+    ) -> None:
         from phalanx.launch.start.order import Order
         from phalanx.launch.start.starter import signals_blocked
 
@@ -97,7 +100,7 @@ class Command(subprocess.Popen[Any]):
             kept=tuple(fds),
             cwd=os.fspath(cwd) if cwd is not None else None,
             program=f"{__name__}:run_python",
-            new_session=False,
+            new_session=new_session,
         )
         with signals_blocked():
             child = starter.start(order)
@@ -144,7 +147,7 @@ def run_python(arguments: list[str]) -> Any:
         _enter_network(arguments[1])
         arguments = arguments[2:]
     if arguments[:2] in _LAUNCHERS or (arguments[0] == "-c" and "phalanx.cli.main" in arguments[1]):
-        job = _fork_own_starter()
+        job = fork_own_starter()
         if job is not None:
             program, arguments = job
             return program(arguments)
@@ -171,13 +174,19 @@ def _enter_network(name: str) -> None:
     os.close(descriptor)
 
 
-def _fork_own_starter() -> tuple[Any, list[str]] | None:
-    """For a launcher: a starter below it, warm from its first moment. None in the launcher; else, in a worker, its job."""
+def fork_own_starter() -> tuple[Any, list[str]] | None:
+    """For a launcher: a starter below it, warm from its first moment, for its workers and for its own `Command`s.
+
+    None in the launcher; else, in a worker, its job. Where this process was not forked from a starter itself, it must have
+    imported all that workers need, and have no threads.
+    """
+    global _starter
     from phalanx.launch.start import starter, warm
     from phalanx.launch.start.child import Child
 
-    assert warm.loaded is not None, "this process was forked from a starter"
-    loaded = warm.Loaded(warm.loaded.environ, warm.loaded.title_bytes, warm.loaded.changes)
+    # Without a title: a process that was started plainly has no room for one in its own command line.
+    before = warm.loaded or warm.Loaded(dict(os.environ), _NO_ROOM, {})
+    loaded = warm.Loaded(before.environ, before.title_bytes, before.changes)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     launcher = os.getpid()
     with starter.signals_blocked():
@@ -192,4 +201,5 @@ def _fork_own_starter() -> tuple[Any, list[str]] | None:
     theirs.close()
     own = starter.Starter(Child(pid), ours, loaded.environ, is_ready=True)
     starter.keep(lambda environ: own)
+    _starter = own
     return None

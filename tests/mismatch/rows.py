@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,10 +20,12 @@ Row = Callable[["Odd"], None]
 
 
 class Odd:
-    """One rank of a row. `odd`: whether it is the one that differs."""
+    """One rank of a row. `odd`: whether it is the one that differs; `folder`: one that all ranks see."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, num_ranks: int = 3, folder: Path | None = None) -> None:
         self.rank = rank
+        self.num_ranks = num_ranks
+        self.folder = folder
         self.odd = rank == 1
         self.watched: list[torch.Tensor] = []
         self.before: list[torch.Tensor] = []

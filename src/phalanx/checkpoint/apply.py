@@ -38,6 +38,17 @@ class Choice:
     rename: Rename = None
     strict: bool = True
 
+    def in_words(self) -> str:
+        """What was asked for beside the default, as it would be written in a call; empty if nothing was."""
+        rename = sorted(self.rename.items()) if isinstance(self.rename, Mapping) else "a function"
+        chosen = {
+            "parts": None if self.parts is None else sorted(self.parts),
+            "skip": sorted(self.skip) or None,
+            "rename": None if self.rename is None else rename,
+            "strict": None if self.strict else False,
+        }
+        return "".join(f", {name}={value}" for name, value in chosen.items() if value is not None)
+
     def wants(self, part: str) -> bool:
         return self.parts is None or part in self.parts
 

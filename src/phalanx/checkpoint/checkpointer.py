@@ -74,7 +74,7 @@ class Checkpointer:
         timeout_s: float = 60.0,
         patience_s: float = PATIENCE_S,
     ) -> None:
-        text = str(folder)
+        text = self._given = str(folder)
         self.folder = text.rstrip("/") if is_remote(text) else str(Path(text).resolve())
         self._options = dict(storage_options or {})
         self._disk = disk_of(self.folder, self._options)
@@ -144,6 +144,7 @@ class Checkpointer:
                 found, texts = captured.mine(self.rank, self.world), captured.texts
                 layout = lay_out(found)
                 mine |= {"alike": captured.fingerprint, "num_bytes": layout.num_bytes, "metrics": _checked(metrics)}
+                mine["told"] = self._told()
                 if self.rank == 0:
                     self._disk.make_folder(self.folder)
                     number = next_number(self._disk, self.folder)
@@ -157,6 +158,11 @@ class Checkpointer:
             raise CheckpointError(f"rank {self.rank}: {failures[0]}")
         if raised is not None:
             raise raised
+        self._compare(step, said)
+        return found, layout, texts, said
+
+    def _compare(self, step: int, said: list[dict[str, Any]]) -> None:
+        """Raise, on every rank alike, unless all ranks can save and mean the same."""
         for rank, one in enumerate(said):
             if one["error"]:
                 raise StateError(f"rank {self.rank}: step {step} was not saved, as rank {rank} could not: {one['error']}")
@@ -165,7 +171,20 @@ class Checkpointer:
                     f"rank {self.rank}: step {step} was not saved: model and optimizer of rank {rank} have other tensors "
                     "than those of rank 0. Every rank saves the same model."
                 )
-        return found, layout, texts, said
+            for what, given in one["told"].items():
+                if given != said[0]["told"][what]:
+                    raise MismatchError(
+                        f"rank {self.rank}: step {step} was not saved: the Checkpointer of rank {rank} was made with {what} "
+                        f"{given}, that of rank 0 with {said[0]['told'][what]}. Every rank makes it with the same, and all "
+                        "see one folder; where a host has it elsewhere, a symbolic link gives it the same name."
+                    )
+
+    def _told(self) -> dict[str, str]:
+        """What the ranks' Checkpointers must have in common beside tensors. Of `extra` each rank may have its own."""
+        subject = self._subject
+        parts = [*(["model"] if subject.model is not None else []), *subject.optimizers, *subject.parts]
+        # As given: what links resolve to may differ between the hosts that see one folder.
+        return {"folder": self._given.rstrip("/"), "parts": ", ".join(parts) or "none"}
 
     def wait(self) -> None:
         """Return when the last save is committed, for every rank. Raises CheckpointError, on every rank, if it failed."""
@@ -256,10 +275,10 @@ class Checkpointer:
         self._finish()
         choice = Choice(parts, skip, rename, strict)
         if source is not None:
-            found = self._prepared(lambda: read_torch_file(str(source)), choice, "the file")
+            found = self._prepared(lambda: read_torch_file(str(source)), choice, f"the file{choice.in_words()}")
             assert found is not None, "a file that cannot be read has raised"
             return self._load(found)
-        names = self._candidates(step)
+        names = self._candidates(step, choice)
         damaged: list[str] = []
         for text in names:
             name = SaveName.parse(text)
@@ -278,7 +297,7 @@ class Checkpointer:
             )
         return None
 
-    def _candidates(self, step: int | None) -> list[str]:
+    def _candidates(self, step: int | None, choice: Choice) -> list[str]:
         """The names of the saves to try, the newest first; rank 0's listing, since others may see another."""
         mine: dict[str, Any] = {"names": [], "error": None}
         if self.rank == 0:
@@ -290,7 +309,7 @@ class Checkpointer:
                     mine["error"] = f"there is no checkpoint of step {step} in {self.folder}; there are {there or 'none'}."
             except OSError as error:
                 mine["error"] = f"{self.folder} cannot be read: {error}"
-        said = self._agreement.exchange(mine, f"restore(step={step})")
+        said = self._agreement.exchange(mine, f"restore(step={step}{choice.in_words()})")
         if said[0]["error"]:
             raise StateError(f"rank {self.rank}: {said[0]['error']}")
         names: list[str] = said[0]["names"]

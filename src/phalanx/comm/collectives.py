@@ -35,7 +35,8 @@ class Collectives(abc.ABC):
     `fuses_scale` says that `all_reduce` and `reduce_scatter` apply `scale` at no extra pass over
     memory; a caller who has to touch the data anyway scales it himself where it is false.
     `names_failures` says that a work's `wait` raises by itself, soon and naming the rank, when a rank
-    dies or stays silent; elsewhere `Collectives.wait` asks the failure board while it waits. `worthwhile_buckets` is
+    dies or stays silent; elsewhere `Collectives.wait` asks the failure board while it waits. `spans_hosts` says that it
+    does so by news that come through the store. `worthwhile_buckets` is
     into how many buckets at least a model is best cut where nobody asked for a size: several where a
     collective mostly waits, one where it mostly works.
     """
@@ -45,6 +46,7 @@ class Collectives(abc.ABC):
     group: dist.ProcessGroup
     fuses_scale: bool = False
     names_failures: bool = False
+    spans_hosts: bool = False
     worthwhile_buckets: int = 2
 
     # Made when first asked for, because many a `Collectives` is asked for its verbs only: the waiter reads the
@@ -57,7 +59,7 @@ class Collectives(abc.ABC):
     def board(self) -> FailureBoard:
         """Where ranks of this group leave their errors for the others."""
         board = board_of(self.group)
-        board.is_quick |= self.names_failures
+        board.is_quick |= self.names_failures and not self.spans_hosts
         return board
 
     def wait(self, work: Work, where: str) -> None:

@@ -19,7 +19,7 @@ from ..comm.failure.folding import users_stacklevel
 from ..ddp import DistributedDataParallel
 from ..ddp.structure import map_tensors
 from ..errors import ArgumentTypeError, ConfigError, MismatchError, StateError
-from .sources import Batch, Settings, Source, source_of
+from .sources import Batch, Settings, Source, kind_of, source_of
 from .values import Exchange
 
 _ENDINGS = ("weight", "join", "drop")
@@ -61,8 +61,9 @@ class Loader:
         self._warns = uneven is None and self._model is None
         ending = uneven or ("join" if self._model is None else "weight")
         self._given, self._settings, self._sharded = loader, Settings(ending, split_batches), sharded
-        self._source: Source = source_of(loader, exchange, self._settings, sharded)
+        # First: ranks that mean to read in different ways would not even meet in the same collectives.
         self._check_same(loader, sharded)
+        self._source: Source = source_of(loader, exchange, self._settings, sharded)
         self._warn_of_ending()
         self.epoch = 0
         """The epoch under way, or the next one."""
@@ -105,8 +106,8 @@ class Loader:
 
         With `in_loop`, from `after_batch`, the loop under way goes on with that; else the next one does.
         """
-        self._source = source_of(self._given, self._exchange, self._settings, self._sharded)
         self._check_same(self._given, self._sharded)
+        self._source = source_of(self._given, self._exchange, self._settings, self._sharded)
         self.load_state_dict(state)
         self._under_way = self._is_dealt_anew = in_loop
 
@@ -198,10 +199,21 @@ class Loader:
             size = None if sharded else len(given.dataset)  # type: ignore[arg-type]  # a stream may have no length
         except TypeError:
             size = None
-        found = self._exchange.all_objects({"samples": size, "batch size": given.batch_size, "kind": self._source.unit})
+        mine = {
+            "samples": size,
+            # Data of each rank's own comes in batches of its own, and ends where it ends.
+            "batch size": None if sharded else given.batch_size,
+            "drop_last": None if sharded else bool(given.drop_last),
+            "kind": kind_of(given, sharded).unit,
+            "model": "given" if self._model is not None else "not given",
+            "uneven": self._settings.ending,
+            "split_batches": self._settings.split_batches,
+            "count": "given" if self._count_of is not None else "not given",
+        }
+        found = self._exchange.all_objects(mine)
         for rank, other in enumerate(found):
             for name, value in other.items():
-                if value != found[0][name] and not (sharded and name == "batch size"):
+                if value != found[0][name]:
                     raise MismatchError(
                         f"rank {self._exchange.rank}: the loader of rank {rank} has {name} {value}, that of rank 0 "
                         f"{found[0][name]}. Give every rank the same dataset and settings, or, if each has data of its own, "

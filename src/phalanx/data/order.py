@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ..errors import StateError
+from ..errors import MismatchError, StateError
 from .values import Exchange
 
 _SEEDS = 2**63
@@ -50,12 +50,23 @@ class EpochOrder:
     def __len__(self) -> int:
         return len(self._sampler)
 
-    def draw(self, seed: int, epoch: int, expected: str = "") -> Sequence[Any]:
-        """The order of `epoch`. Every rank calls it. Raises StateError if it is not the one of digest `expected`."""
+    def draw(self, seed: int, epoch: int, expected: str = "", position: int = 0) -> Sequence[Any]:
+        """The order of `epoch`. Every rank calls it. Raises StateError if it is not the one of digest `expected`.
+
+        Raises MismatchError, on every rank, if some rank is to go on from another epoch or `position` than the others.
+        """
         set_epoch(epoch, self._sampler, getattr(self._sampler, "sampler", None))
         with _seeded(self._sampler, epoch_seed(seed, epoch)):
             order = list(self._sampler)
-        digests = self._exchange.all_objects(_digest(order))
+        said = self._exchange.all_objects((_digest(order), epoch, position))
+        digests = [digest for digest, _, _ in said]
+        for rank, (_, *place) in enumerate(said):
+            if place != [*said[0][1:]]:
+                raise MismatchError(
+                    f"rank {self._exchange.rank}: the loader of rank {rank} is at epoch {place[0]}, position {place[1]}, "
+                    f"that of rank 0 at epoch {said[0][1]}, position {said[0][2]}. Call set_epoch() and load_state_dict() "
+                    "on every rank alike."
+                )
         if len(set(digests)) > 1:
             order = self._exchange.from_first(order)
         self.digest = digests[0]

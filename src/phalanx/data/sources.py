@@ -144,7 +144,7 @@ class _Dealt(Source):
 
     def epoch(self, number: int, position: int, digest: str) -> Iterator[Batch]:
         self._begin(number, self._exchange.rank)
-        order = self._order.draw(self.seed, number, digest)
+        order = self._order.draw(self.seed, number, digest, position)
         shares = list(self._deal(position, len(order)))
         if self._settings.ending != "weight":
             shares = [share for share in shares if len(share)]
@@ -313,19 +313,24 @@ def _length(value: Any) -> int:
     return _length(items[0]) if isinstance(items, (list, tuple)) and items else 1
 
 
+def kind_of(given: DataLoader[Any], sharded: bool) -> type[Source]:
+    """Which source fits a DataLoader."""
+    if sharded:
+        return Own
+    if isinstance(given.dataset, IterableDataset):
+        return Stream
+    # A DataLoader that was given a batch sampler forgets its batch size.
+    return Batches if given.batch_sampler is not None and given.batch_size is None else Samples
+
+
 def source_of(given: DataLoader[Any], exchange: Exchange, settings: Settings, sharded: bool) -> Source:
     """The source that fits a DataLoader."""
-    if sharded:
-        return Own(given, exchange, settings)
-    if isinstance(given.dataset, IterableDataset):
-        return Stream(given, exchange, settings)
-    if isinstance(given.sampler, DistributedSampler):
+    kind = kind_of(given, sharded)
+    if not sharded and kind is not Stream and isinstance(given.sampler, DistributedSampler):
         raise ConfigError(
             "the DataLoader has a DistributedSampler and is divided already. Leave the sampler out (shuffle=True does the "
             "same here, and nothing is repeated at the end), or pass sharded=True to keep it."
         )
-    # A DataLoader that was given a batch sampler forgets its batch size.
-    own_sampler = given.batch_sampler is not None and given.batch_size is None
-    if own_sampler and settings.split_batches:
+    if kind is Batches and settings.split_batches:
         raise ConfigError("batches of a batch sampler are not split. Leave split_batches out, or let it make smaller ones.")
-    return (Batches if own_sampler else Samples)(given, exchange, settings)
+    return kind(given, exchange, settings)

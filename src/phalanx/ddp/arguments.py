@@ -303,6 +303,8 @@ def in_words(wrapper: Any) -> dict[str, str]:
         "batched_grad_copy on_unused on_nonfinite on_late_mismatch check_drift_every"
     )
     words = {name: str(getattr(wrapper, name)) for name in names.split()}
+    # By the module that is there: importing the package from one of its parts would go up the layers.
+    words["version of phalanx"] = str(getattr(sys.modules[__name__.partition(".")[0]], "__version__", "?"))
     words["device"] = wrapper.device_type
     words["mixed_precision"] = str(wrapper.mixed_precision)
     words["ignored parameters"] = ", ".join(sorted(wrapper.parameters_to_ignore)) or "none"

@@ -25,7 +25,7 @@ from ..comm.memory.heap import keep_freed_memory
 from ..comm.replicate import replicate
 from ..comm.torch_backend import collectives_for
 from ..errors import PhalanxError, ReductionError
-from ..optim.in_backward import in_backward_optimizers
+from ..optim.in_backward import num_applied
 from ..plan import BucketPlan, build_plan, specs_of
 from ..plan.buckets import DEFAULT_CAP_BYTES
 from . import arguments
@@ -35,12 +35,11 @@ from .features.buffers import BufferHookLocation, BufferSync
 from .features.dist_autograd import current_context, gradients_of_context
 from .features.drift import DriftCheck
 from .features.durable import verify_before_state
-from .features.in_backward import StepInBackward, SteppedInBackward
+from .features.in_backward import adopt
 from .features.join import JoinedTraining, announce_reduction, common_rank
 from .features.nonfinite import NonFinite
 from .features.precision import LowPrecision, MixedPrecision
 from .features.settings import CarriedSettings
-from .features.torch_in_backward import torch_in_backward
 from .frames import call, hides_from_dynamo, report_uncompiled, transparent, untraced
 from .like_torch.base import TorchBase
 from .like_torch.steps import REFUSED_ATTRIBUTES
@@ -57,7 +56,7 @@ from .wrappers import announce
 # Made anew by `_prepare` and `_assemble`, so not saved with the wrapper.
 _TRANSIENT = frozenset(
     "process_group device_mesh collectives buffer_sync reducer timeline _low _trained _frozen _first_plan _hook "
-    "_in_backward_adopted _open_forwards first_inputs".split()
+    "_num_in_backward _open_forwards first_inputs".split()
 )
 
 
@@ -183,7 +182,7 @@ class DistributedDataParallel(TorchBase):
     def _assemble(self) -> None:
         """The parts that work: reducer, its hooks, and those who listen to it."""
         self._hook: tuple[object, Callable[..., Any]] | None = None
-        self._in_backward_adopted = False
+        self._num_in_backward = -1  # nobody has looked yet
         options = ReducerOptions(
             as_views=self.gradient_as_bucket_view,
             static_graph=self.static_graph,
@@ -283,7 +282,7 @@ class DistributedDataParallel(TorchBase):
             forward = self.reducer.forward_begins(self.require_backward_grad_sync)
             self._follow_moved_parameters()
             self.first_inputs.see((inputs, kwargs))
-            if not self._in_backward_adopted:
+            if self._num_in_backward != num_applied():
                 self._adopt_in_backward_optimizers()
         Join.notify_join_context(self)
         if torch.is_grad_enabled() or self._join_config.enable:
@@ -333,11 +332,8 @@ class DistributedDataParallel(TorchBase):
         return {id(param) for _, param in (*self._trained, *self._frozen)}
 
     def _adopt_in_backward_optimizers(self) -> None:
-        self._in_backward_adopted = True
-        params = self.reducer.params
-        found: list[SteppedInBackward] = [*in_backward_optimizers(params), *torch_in_backward(params)]
-        for optimizer in found:
-            self.reducer.listeners.append(StepInBackward(optimizer))
+        self._num_in_backward = num_applied()
+        adopt(self)
 
     # -- buffers -------------------------------------------------------------------------------
 
@@ -428,8 +424,10 @@ class DistributedDataParallel(TorchBase):
         enable: bool = True,
         throw_on_early_termination: bool = False,
     ) -> Join:
-        """Train inside this context when ranks may have unequally many inputs."""
+        """Train inside this context when ranks may have unequally many inputs. Every rank calls it, with the same."""
         options = {"divide_by_initial_world_size": divide_by_initial_world_size}
+        told = {**options, "enable": enable, "throw_on_early_termination": throw_on_early_termination}
+        self.collectives.agree("the arguments of join", {name: str(bool(value)) for name, value in told.items()})
         return Join([self], enable, throw_on_early_termination, **options)
 
     def join_hook(self, **kwargs: Any) -> JoinHook:

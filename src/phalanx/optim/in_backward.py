@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from ..errors import ArgumentTypeError, ConfigError
 
 _OWNERS = "_phalanx_in_backward"
+_num_applied = 0
 
 
 class InBackward:
@@ -56,6 +57,10 @@ class InBackward:
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """The optimizers in the order of the parameters, for schedulers and for saving."""
         return list(self._optimizers.values())
+
+    def optimizers_of(self, param: torch.nn.Parameter) -> list[torch.optim.Optimizer]:
+        """The one that steps this parameter, if any does."""
+        return [self._optimizers[param]] if param in self._optimizers else []
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -122,9 +127,10 @@ def apply_in_backward(
 ) -> InBackward:
     """Step `params` with `optimizer_class(…, **options)` during backward and free each gradient at once.
 
-    `max_norm` clips by the norm over all these parameters. Call it before wrapping the model or before the
-    first forward of the wrapper, on every rank alike.
+    `max_norm` clips by the norm over all these parameters. Of a model that is wrapped, call it before a forward, not
+    between forward and backward, on every rank alike: the next forward takes it over, and its backward compares.
     """
+    global _num_applied
     listed: list[Any] = [params] if isinstance(params, torch.Tensor) else list(params)
     if not listed:
         raise ConfigError("apply_in_backward got no parameters. Give model.parameters().")
@@ -136,7 +142,13 @@ def apply_in_backward(
             )
     if max_norm is not None and max_norm <= 0:
         raise ConfigError(f"max_norm must be positive, got {max_norm}. Leave it out for no clipping.")
+    _num_applied += 1
     return InBackward(optimizer_class, listed, max_norm, options)
+
+
+def num_applied() -> int:
+    """How often this was called in this process: who has looked for optimizers since the last time need not look again."""
+    return _num_applied
 
 
 def in_backward_optimizers(params: Iterable[torch.nn.Parameter]) -> list[InBackward]:

@@ -300,6 +300,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         if isinstance(to, bool) or not isinstance(to, int) or not 0 <= to < self.world_size:
             raise ConfigError(f"to must be a rank of the group, 0 to {self.world_size - 1}, got {to!r}.")
         self._verify()
+        # Before anything moves: each rank would send to another one, and none would have the whole state.
+        self._sharded.collectives.agree("consolidate_state_dict", {"to": str(to)})
         self._consolidated = self._sharded.collect(to)
 
     def state_dict(self) -> dict[str, Any]:

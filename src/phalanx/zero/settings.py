@@ -12,10 +12,11 @@ Must not know of partitions.
 
 from __future__ import annotations
 
+import inspect
 import math
 import weakref
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -65,7 +66,7 @@ class CommonSettings:
         assert optimizer is not None, "called by the optimizer"
         self.params = frozenset(map(id, _params(optimizer)))
         self._name_params(optimizer)
-        self._read()
+        self._read(_options_of_groups(optimizer))
         groups = {f"size of group {n}": str(len(group["params"])) for n, group in enumerate(optimizer.param_groups)}
         params = _in_order(optimizer, self._names)
         self._collectives.agree(_OCCASION, {**fixed, **groups, **params, **self.settings()})
@@ -148,12 +149,13 @@ class CommonSettings:
         if self._name_of:
             self._names = tuple(self._name_of.get(id(param), "?") for param in _params(optimizer))
 
-    def _read(self) -> None:
+    def _read(self, more: Iterable[str] = ()) -> None:
+        """Read the options as they are now; `more` are further names of them."""
         optimizer = self._optimizer()
         if optimizer is not None:
             groups = optimizer.param_groups
             # Only the class's own: what else users put into groups is theirs, and may be a rank's own.
-            keys = tuple(sorted(optimizer.defaults))
+            keys = tuple(sorted({*optimizer.defaults, *more}))
             options = tuple(tuple([_plain(group.get(key)) for key in keys]) for group in groups)
             self._values = (keys, options, self._clip, self._loaded, self._names)
 
@@ -174,6 +176,12 @@ class CommonSettings:
 
 def _params(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def _options_of_groups(optimizer: torch.optim.Optimizer) -> set[str]:
+    """Options of the class that groups have of their own. While the optimizer is made, its defaults are what was given."""
+    known = set(inspect.signature(getattr(optimizer, "optimizer_class", type(optimizer))).parameters)
+    return known.intersection(key for group in optimizer.param_groups for key in group) - {"params"}
 
 
 def _in_order(optimizer: torch.optim.Optimizer, names: Sequence[str]) -> dict[str, str]:

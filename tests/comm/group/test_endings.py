@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from phalanx.comm.group import lane, lane_work
 from phalanx.comm.group.process_group import PhalanxProcessGroup, collectives_of
 from phalanx.errors import CommunicationError, PeerFailure
 from tests.cluster import run_ranks, spawn_ranks
@@ -168,3 +171,42 @@ def test_a_process_that_ends_amid_a_collective_does_not_wait_for_it(ending: str,
     first, second = spawn_ranks(2, _end_in_the_middle, ending, backend="phalanx", pg_timeout_s=50, timeout_s=30)
     assert first.exitcode == code and not first.timed_out and first.seconds < 2 * SOON_S, first
     assert second.exitcode == 0 and "rank 0" in second.value, second
+
+
+def _interrupt_everywhere(rank: int, world: int) -> int:
+    """An interrupt before each line that a submission runs, one after the other; how many there were."""
+    lane._GIVES_UP_S = 0.3  # only where the turn was taken and not used
+    files = (lane.__file__, lane_work.__file__, threading.__file__)
+    for at in range(1, 1000):
+        group, seen = _group(), [0]
+        dist.all_reduce(torch.ones(4), group=group)
+        dist.all_reduce(torch.ones(4), group=group, async_op=True).wait()  # the lane has a thread now, which waits
+
+        def trace(frame: Any, event: str, _: Any, at: int = at, seen: list[int] = seen) -> Any:
+            if frame.f_code.co_filename in files and event == "line":
+                seen[0] += 1
+                if seen[0] == at:
+                    raise KeyboardInterrupt
+            return trace
+
+        sys.settrace(trace)
+        try:
+            dist.all_reduce(torch.ones(4), group=group, async_op=True)
+            dist.all_reduce(torch.ones(4), group=group)
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(None)
+        closing = threading.Thread(target=group.lane.close, daemon=True)
+        closing.start()
+        closing.join(SOON_S)
+        assert not closing.is_alive(), f"an interrupt before line {at} leaves a group that cannot be closed"
+        dist.destroy_process_group(group)
+        if seen[0] < at:
+            return at
+    raise AssertionError("a submission has thousands of lines")
+
+
+def test_a_group_can_be_closed_wherever_an_interrupt_came() -> None:
+    # Frames that were interrupted keep groups, and these their threads, as they would to the end of a process.
+    assert run_ranks(1, _interrupt_everywhere, backend="gloo", allow_leaks=["native_threads"])[0] > 20

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -18,6 +20,8 @@ from phalanx.comm.group.process_group import PhalanxProcessGroup
 from phalanx.comm.hierarchical.operations import HierarchicalOperations
 from phalanx.errors import PeerFailure
 from tests.cluster import RankOutcome, spawn_ranks
+from tests.cluster.command import run_command
+from tests.cluster.process import SEARCH_PATH
 from tests.comm.contract import Case, Rank, all_cases, check, covering
 
 pytestmark = [
@@ -111,3 +115,14 @@ def test_a_rank_that_dies_is_named_on_every_host(victim: int) -> None:
     assert all(victim in ranks for _, ranks in seen), seen
     # All soon after the first that noticed: on a busy machine, and still far below the time limit of 30 s.
     assert max(when for when, _ in seen) - min(when for when, _ in seen) < 6.0
+
+
+@pytest.mark.parametrize("victim", [0, 1], ids=["who serves the store", "who shares its host"])
+def test_beside_the_store_too_the_right_rank_is_named_elsewhere(victim: int) -> None:
+    # Whole processes that end by their error: rank 0 takes the store with it, in which the other host would look.
+    plan = {"transport": "between hosts", "fault": "kill", "victim": victim, "moment": "between"}
+    environ = {**os.environ, "PYTHONPATH": SEARCH_PATH, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "tests.soak.latency", json.dumps([plan])]
+    outcome = json.loads(run_command(command, env=environ, capture_output=True, text=True, timeout=80).stdout)
+    assert outcome["wrong"] == [] and outcome["missing"] == [], outcome
+    assert [code for rank, code in enumerate(outcome["codes"]) if rank != victim] == [1, 1, 1], outcome

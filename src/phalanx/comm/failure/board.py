@@ -232,11 +232,15 @@ class FailureBoard:
 
     def conclude(self, gone: Collection[int] = ()) -> None:
         """This rank knows what is wrong, and needs the store no more; `gone`: ranks that nobody will hear of."""
-        self._gone.update(gone)
+        self.give_up_on(gone)
         if not self._knows:
             self._knows = True
             with contextlib.suppress(RuntimeError, OSError):
                 self._store.set(f"knows/{self.rank}", "1")
+
+    def give_up_on(self, ranks: Collection[int]) -> None:
+        """Nobody will hear of these ranks any more, nor they of anything."""
+        self._gone.update(ranks)
 
     def hear_last_words(self, words: str) -> None:
         """This process ends by an exception: leave its words for the others."""
@@ -255,10 +259,8 @@ class FailureBoard:
     @property
     def _serves_store(self) -> bool:
         """Whether the store is a server in this process. A wrong guess costs a few seconds at the end."""
-        # torchrun's agent serves the store itself, and lives on.
-        by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         is_tcp = isinstance(self._innermost, dist.TCPStore)
-        return is_tcp and dist.is_initialized() and dist.get_rank() == 0 and not by_agent
+        return is_tcp and dist.is_initialized() and dist.get_rank() == 0 and not launcher_serves_store()
 
     @property
     def _innermost(self) -> dist.Store:
@@ -266,6 +268,11 @@ class FailureBoard:
         while isinstance(store, dist.PrefixStore):
             store = store.underlying_store
         return store
+
+
+def launcher_serves_store() -> bool:
+    """Whether the store is in the process of a launcher, which lives on. Otherwise rank 0 serves it."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def group_timeout_s(group: dist.ProcessGroup) -> float:

@@ -85,6 +85,7 @@ class Waiter:
             try:
                 work.wait()
             except CommunicationError as error:
+                self.board.give_up_on(error.ranks)
                 raise type(error)(f"{where}: {error}", error.ranks) from error
             except MismatchError as error:
                 raise self.mismatch(error, where) from error

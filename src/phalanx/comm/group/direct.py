@@ -40,6 +40,7 @@ class ShmCollectives(Collectives):
         self.group: Any = group  # c10d declares overloads that no call of ours matches
         self.rank = lane.rank
         self.world = lane.world
+        self.spans_hosts = lane.operations.spans_hosts
         self._lane = lane
         # Held, because the segment lives only as long as somebody uses it.
         self._memory = process_memory()

@@ -14,6 +14,7 @@ path of the reducer.
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -27,6 +28,9 @@ from ..failure.last_words import tell_at_the_end
 from ..shm.ops.call import UNSET, Call
 from ..shm.ops.operations import Operations
 from .lane_work import UNLIMITED, CompletedWork, LaneWork, outputs_of
+
+# How long a call that is under way takes at most to notice that the group is being left.
+_GIVES_UP_S = 10.0
 
 
 class Lane:
@@ -43,7 +47,9 @@ class Lane:
         self._time_limit = time_limit
         self._queue: deque[LaneWork] = deque()
         self._turn = threading.Lock()  # held by whoever carries out calls
-        self._queued = threading.Semaphore(0)
+        # One entry per queued work, to wake the thread. Not a Semaphore: those are Python, and an interrupt in the midst of
+        # `release` leaves one behind that swallows the next, so that the thread would sleep through the end of the group.
+        self._queued: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         # The thread that runs callbacks of a work it has just carried out; it has the turn.
         self._in_callbacks: int | None = None
@@ -121,11 +127,16 @@ class Lane:
         # In this order: `leave` makes the call under way raise, so that its thread gives up the turn; and nothing
         # may be freed while a thread could still be in a call.
         self.operations.leave(reason)
-        with self._turn:
+        # With a limit: an interrupt may have come to a thread between taking the turn and using it, which then has it for
+        # ever. It is ours in that case too.
+        self._turn.acquire(timeout=_GIVES_UP_S)
+        try:
             while self._queue:
                 self._perform(self._queue.popleft())
+        finally:
+            self._turn.release()
         if self._thread is not None and self._thread is not threading.current_thread():
-            self._queued.release()
+            self._queued.put(None)
             self._thread.join()
         self.operations.close()
         # Whoever still holds the group, and many do, is not to hold its memory.
@@ -171,12 +182,12 @@ class Lane:
         if self._thread is None:
             self._thread = threading.Thread(target=self._serve, name=f"phalanx-lane-{self.global_rank}")
             self._thread.start()
-        self._queued.release()
+        self._queued.put(None)
         return work
 
     def _serve(self) -> None:
         while True:
-            self._queued.acquire()
+            self._queued.get()
             with self._turn:
                 # Empty if whoever waited for the work was quicker.
                 if self._queue:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ...errors import CollectiveTimeout, CommunicationError, PeerFailure
+from ..failure.board import launcher_serves_store
 from ..memory.scratch import Scratch
 from ..shm.ops.call import Call
 from ..shm.ops.operations import HostOperations, Operations
@@ -23,6 +24,7 @@ from .leads import Leads, LeadsError
 from .relay import FailureRelay, report
 
 LEAD = 0  # its place in the team
+_SERVER = 0  # the rank that serves the store where no launcher does
 
 # Time limits are longer the further away the cause may be: ranks of one host wait the group's limit for
 # each other, a lead waits longer for other hosts, and those who wait for a lead longest. So the first to
@@ -36,6 +38,8 @@ _REPORT_WAIT_S = 2.0
 
 class Bridge(Operations):
     """One rank's bridge. `teams` are the ranks of each host; `global_ranks` is how messages name all ranks."""
+
+    spans_hosts = True
 
     def __init__(
         self,
@@ -121,24 +125,36 @@ class Bridge(Operations):
         except BaseException as error:
             if not isinstance(error, CommunicationError):
                 self.local.team.fail(error)
-            if self._watch.broken is not None and self._leads is None:
-                # The lead's relay does this, unless the lead is what failed.
+            if self._watch.broken is not None:
+                # Now, and not when a lead's relay looks next: this process may have ended by then, and the other hosts
+                # would know no more than that its connections are closed.
                 report(self._store, self._watch.broken)
             raise
 
     def _blame(self, error: LeadsError) -> CommunicationError:
         """What is wrong with the other hosts: what they report, or what gloo says."""
         deadline = time.monotonic() + _REPORT_WAIT_S
-        while self._watch.broken is None and time.monotonic() < deadline:
+        while self._watch.broken is None and not self._has_lost_server and time.monotonic() < deadline:
             time.sleep(0.01)
         others = [self.global_ranks[r] for h, team in enumerate(self.teams) if h != self.host for r in team]
         kind = CollectiveTimeout if "timed out" in str(error).lower() else PeerFailure
-        text = (
-            f"rank {self.global_rank}: {self._watch.doing}: no answer from the hosts of ranks "
-            f"{', '.join(map(str, others))}: {error}"
-        )
+        words = f"no answer from the hosts of ranks {', '.join(map(str, others))}"
+        if self._has_lost_server:
+            others = [_SERVER]
+            words = f"rank {_SERVER}, which serves the store, died, or its host was lost"
+        text = f"rank {self.global_rank}: {self._watch.doing}: {words}: {error}"
         broken = self._watch.break_(kind(text, others))
         return type(broken)(str(broken), broken.ranks)
+
+    @property
+    def _has_lost_server(self) -> bool:
+        """Whether a rank of another host served the store, which is gone: then that rank is, whoever else may be.
+
+        A rank that ends because another one failed stays until that is known everywhere (`FailureBoard.stay_for_others`).
+        """
+        elsewhere = {self.global_ranks[r] for h, team in enumerate(self.teams) if h != self.host for r in team}
+        is_gone = self._relay is not None and not self._relay.has_store
+        return is_gone and _SERVER in elsewhere and not launcher_serves_store()
 
     def break_(self, error: CommunicationError) -> None:
         # Told to the other hosts here and now: the process may end before the relay's next look.

@@ -30,7 +30,8 @@ class FailureRelay:
         self._leads = leads
         # A connection of its own: a call on the common one would have to wait for others' calls.
         self._store: dist.Store = store.clone()  # type: ignore[attr-defined]  # missing in torch's stubs
-        self._has_store = True
+        self.has_store = True
+        """Whether the store still answers."""
         self._is_closed = threading.Event()
         self._thread = threading.Thread(target=self._serve, name=name)
         self._thread.start()
@@ -65,12 +66,12 @@ class FailureRelay:
 
     def _read_report(self) -> CommunicationError | None:
         try:
-            if not self._has_store or not self._store.check([_KEY]):
+            if not self.has_store or not self._store.check([_KEY]):
                 return None
             record = json.loads(self._store.get(_KEY))
         except RuntimeError:
             # See `report`. Not asked again: each time would print a warning.
-            self._has_store = False
+            self.has_store = False
             return None
         kind = CollectiveTimeout if record["is_timeout"] else PeerFailure
         return kind(record["text"], tuple(record["ranks"]))

@@ -1,18 +1,39 @@
-"""Optimizers that step during backward, told by the reducer when means are there."""
+"""Optimizers that step during backward: told by the reducer when means are there, and compared between the ranks.
+
+Each rank steps its own copy of the parameters by its own optimizers, so that one that differs makes the ranks drift apart.
+The wrapper knows of these optimizers, unlike of a plain one that the user steps, and compares them:
+
+    taken over      class and options per parameter, in words, in the first backward after it
+    in each pass    the learning rates, as bits in the tail (`settings`); not under join, whose end makes the ranks equal
+
+Must not know how an optimizer steps.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Protocol
+import weakref
+import zlib
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from ...optim.in_backward import in_backward_optimizers
 from ..buckets.bucket import Bucket
 from ..reducer.listener import Listener
+from .settings import carry
+from .torch_in_backward import TorchInBackward, torch_in_backward
+
+if TYPE_CHECKING:
+    from ..module import DistributedDataParallel
+
+_SIMPLE = (bool, int, float, str, type(None))
 
 
 class SteppedInBackward(Protocol):
     """An optimizer that steps parameters as soon as their gradients are final."""
+
+    max_norm: float | None
 
     def hand_over(self) -> None:
         """Stop stepping from hooks of its own, which see gradients that are not averaged."""
@@ -23,6 +44,9 @@ class SteppedInBackward(Protocol):
     def backward_ended(self) -> None:
         """All of them do."""
 
+    def optimizers_of(self, param: torch.nn.Parameter) -> Sequence[torch.optim.Optimizer]:
+        """Those that step this parameter, each of one group."""
+
 
 class StepInBackward(Listener):
     """Steps a bucket's parameters when they have been given their mean."""
@@ -31,10 +55,92 @@ class StepInBackward(Listener):
 
     def __init__(self, optimizer: SteppedInBackward) -> None:
         optimizer.hand_over()
-        self._optimizer = optimizer
+        self.optimizer = optimizer
 
     def bucket_given(self, bucket: Bucket) -> None:
-        self._optimizer.gradients_ready(bucket.params)
+        self.optimizer.gradients_ready(bucket.params)
 
     def pass_ended(self) -> None:
-        self._optimizer.backward_ended()
+        self.optimizer.backward_ended()
+
+
+class CommonOptimizers:
+    """What the ranks must have in common of the optimizers that one wrapper steps (`settings.Teller`)."""
+
+    def __init__(self, ddp: DistributedDataParallel, stepped: Sequence[SteppedInBackward]) -> None:
+        self._ddp = weakref.ref(ddp)  # whose reducer keeps this
+        reducer = ddp.reducer
+        self._groups: list[tuple[str, dict[str, Any]]] = []
+        self.words: dict[str, str] = {}
+        """Class and options, as they are now."""
+        params = []
+        for param, spec in zip(reducer.params, reducer.plan.specs, strict=True):
+            said = []
+            for one in stepped:
+                for optimizer in one.optimizers_of(param):
+                    self._groups.append((spec.name, optimizer.param_groups[0]))
+                    said.append(_in_words(optimizer, one.max_norm))
+            if said:
+                params.append(param)
+                self.words[f"optimizer in backward of '{spec.name}'"] = " and ".join(said)
+        self.params = frozenset(map(id, params))
+        self._rates: tuple[Any, ...] = ()
+        self._number = 0
+
+    def prepare(self, joined: bool) -> None:
+        """Nothing is exchanged before a pass."""
+
+    def tell(self) -> int:
+        """A number made of the learning rates."""
+        ddp = self._ddp()
+        if ddp is None or ddp._join_config.enable:
+            # A rank that has joined keeps the rate of its own last step, and takes over the others' parameters at the end.
+            return 0
+        rates = tuple([_plain(group.get("lr")) for _, group in self._groups])
+        if rates != self._rates:
+            self._rates, self._number = rates, zlib.crc32(repr(rates).encode())
+        return self._number
+
+    def settings(self) -> dict[str, str]:
+        """The rates that were told last, in words."""
+        names = [f"lr in backward of '{name}'" for name, _ in self._groups]
+        return {name: repr(rate) for name, rate in zip(names, self._rates, strict=False)}
+
+    def all_have(self, told: int) -> None:
+        """Nothing depends on it."""
+
+
+def adopt(ddp: DistributedDataParallel) -> None:
+    """Have the reducer step whatever steps its parameters in backward, and compare it with the other ranks'.
+
+    May be called again, between two passes: what has been taken over already stays as it is.
+    """
+    reducer = ddp.reducer
+    taken = [listener.optimizer for listener in reducer.listeners if isinstance(listener, StepInBackward)]
+    known = set(map(id, taken))
+    of_torch = {id(param) for one in taken if isinstance(one, TorchInBackward) for param in one.params}
+    found: list[SteppedInBackward] = [one for one in in_backward_optimizers(reducer.params) if id(one) not in known]
+    found += torch_in_backward(param for param in reducer.params if id(param) not in of_torch)
+    if not found:
+        return
+    reducer.listeners += [StepInBackward(one) for one in found]
+    common = CommonOptimizers(ddp, [*taken, *found])
+    carry(reducer, common, common.words)
+
+
+def _in_words(optimizer: torch.optim.Optimizer, max_norm: float | None) -> str:
+    group = optimizer.param_groups[0]
+    options = ", ".join(f"{name}={_plain(group[name])!r}" for name in sorted(optimizer.defaults) if name in group)
+    limit = "" if max_norm is None else f", max_norm={float(max_norm)}"
+    return f"{type(optimizer).__name__}({options}{limit})"
+
+
+def _plain(value: Any) -> Any:
+    """The value in a form that ranks can compare; of what has none, the name of its kind."""
+    if isinstance(value, _SIMPLE):
+        return value
+    if isinstance(value, (tuple, list)):
+        return tuple(_plain(part) for part in value)
+    if isinstance(value, torch.Tensor) and value.numel() == 1 and value.device.type == "cpu":
+        return value.item()  # on a device, looking would make the host wait in every step
+    return type(value).__name__

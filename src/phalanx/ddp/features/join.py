@@ -30,7 +30,8 @@ def common_rank(ddp: DistributedDataParallel, candidate: bool) -> int:
 
 def announce_reduction(ddp: DistributedDataParallel, reduces: bool) -> bool:
     """Whether any training rank will reduce its next backward; ranks training and joined call this."""
-    flag = torch.tensor([float(reduces)], device=ddp.device)
+    # Its type is said: a script may set another default on one rank, after the model was made.
+    flag = torch.tensor([float(reduces)], dtype=torch.float32, device=ddp.device)
     ddp.collectives.wait(ddp.collectives.all_reduce(flag), "telling joined ranks about the next backward")
     return bool(flag.item())
 
@@ -43,6 +44,8 @@ class JoinedTraining(JoinHook):
         self._ddp = ddp
         # Before any collective of join's own, in which a rank without a single input would meet the others' first.
         ddp.reducer.recover()
+        # A rank without a single input steps in backward too, and is compared with the others like any.
+        ddp._adopt_in_backward_optimizers()
         ddp._has_joined = True
         self._weight = None if divide_by_initial_world_size else 0.0
 

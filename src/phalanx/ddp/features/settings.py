@@ -4,7 +4,8 @@ An optimizer of sharded state gives each rank a part of one update, so its optio
 step. It tells the reducer that reduces its parameters a few bits made of them; the first bucket's tail carries these, and
 every rank finds out in the backward itself, before any of the step is applied.
 
-    a pass begins          ranks agree on how gradients are reduced, if that has changed on this rank;
+    a pass begins          ranks agree on how gradients are reduced, and on what else was said of it in `words`, if
+                           that has changed on this rank;
                            `digest` is made from all who tell something, and stays for the pass
     came back different    `differ`: ranks exchange what the bits stood for, and name it
     came back equal        whoever told something is told that all ranks have it
@@ -17,6 +18,7 @@ from __future__ import annotations
 import json
 import weakref
 import zlib
+from collections.abc import Mapping
 from typing import Protocol
 
 from ...comm.failure.agreement import differences, encode
@@ -53,11 +55,17 @@ class CarriedSettings(Listener):
         # Not weak: memory is freed at other moments on other ranks, and who tells must be the same on all.
         self._tellers: list[Teller] = []
         self._told: list[tuple[Teller, int]] = []
+        self._words: dict[str, str] = {}
         self.digest = 0
         self.plan_adopted()
 
-    def add(self, teller: Teller) -> None:
-        """From the next backward on, carry what `teller` tells. Every rank adds the same, in the same order."""
+    def add(self, teller: Teller, words: Mapping[str, str] | None = None) -> None:
+        """From the next backward on, carry what `teller` tells. Every rank adds the same, in the same order.
+
+        `words` are settings that stay as they are: compared once, as such, before that backward sends anything.
+        """
+        if words:
+            self._words = {**self._words, **words}  # another dict, which is how the strategy knows that it has changed
         # Parameters have one optimizer: the latest.
         self._tellers = [known for known in self._tellers if not known.params & teller.params]
         self._tellers.append(teller)
@@ -71,7 +79,7 @@ class CarriedSettings(Listener):
     def pass_began(self, joined: bool) -> None:
         reducer = self._reducer()
         assert reducer is not None, "a pass is one of a reducer that lives"
-        reducer.strategy.agree()
+        reducer.strategy.agree(self._words)
         if not self._tellers:
             return
         for teller in self._tellers:
@@ -107,8 +115,8 @@ class CarriedSettings(Listener):
         return MismatchError(f"{where}: {told}. Nothing was updated. Change settings on every rank alike.")
 
 
-def carry(reducer: Reducer, teller: Teller) -> None:
-    """Have the tails of `reducer` carry what `teller` tells."""
+def carry(reducer: Reducer, teller: Teller, words: Mapping[str, str] | None = None) -> None:
+    """Have the tails of `reducer` carry what `teller` tells, and its next backward compare `words`."""
     for listener in reducer.listeners:
         if isinstance(listener, CarriedSettings):
-            listener.add(teller)
+            listener.add(teller, words)

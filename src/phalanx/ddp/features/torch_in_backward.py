@@ -19,6 +19,8 @@ _ATTRIBUTE = "_in_backward_optimizers"
 class TorchInBackward:
     """The optimizers on `params`, as torch keeps them: a list in an attribute of each parameter."""
 
+    max_norm: float | None = None  # torch's own has no limit
+
     def __init__(self, params: Iterable[torch.nn.Parameter]) -> None:
         self.params = list(params)
 
@@ -40,6 +42,10 @@ class TorchInBackward:
 
     def backward_ended(self) -> None:
         """Nothing waits for the end of backward."""
+
+    def optimizers_of(self, param: torch.nn.Parameter) -> list[torch.optim.Optimizer]:
+        """Those that step this parameter."""
+        return list(getattr(param, _ATTRIBUTE, ()))
 
 
 def torch_in_backward(params: Iterable[torch.nn.Parameter]) -> list[TorchInBackward]:

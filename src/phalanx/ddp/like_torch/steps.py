@@ -103,7 +103,7 @@ class TorchSteps:
 
     @property
     def _lazy_init_ran(self) -> bool:
-        return self._wrapper._in_backward_adopted
+        return self._wrapper._num_in_backward >= 0
 
     # -- inputs and outputs --------------------------------------------------------------------
 

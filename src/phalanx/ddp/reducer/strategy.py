@@ -8,7 +8,7 @@ the reducer: nothing else changes.
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -42,18 +42,22 @@ class Strategy(abc.ABC):
 
     def __init__(self, collectives: Collectives) -> None:
         self.collectives = collectives
-        self._agreed_with: Collectives | None = None
+        self._agreed: tuple[Collectives, Mapping[str, str]] | None = None
 
     def in_words(self) -> dict[str, str]:
         """What must be the same on all ranks, or their collectives would not fit together."""
         return {"reduction": type(self).__name__}
 
-    def agree(self) -> None:
-        """Before the first backward after a change, since each rank registers hooks by itself. Every rank calls it."""
-        if self._agreed_with is not self.collectives:
-            words = self.in_words()
-            self.collectives.agree("the reduction of gradients", words, f"now: {', '.join(words.values())}")
-            self._agreed_with = self.collectives
+    def agree(self, more: Mapping[str, str]) -> None:
+        """Before the first backward after a change, since each rank registers hooks by itself. Every rank calls it.
+
+        `more` is compared as well: what acts on the means. Another object means that it has changed.
+        """
+        # By identity: this is asked in every pass, and there may be an entry per parameter.
+        if self._agreed is None or self._agreed[0] is not self.collectives or self._agreed[1] is not more:
+            words = {**self.in_words(), **more}
+            self.collectives.agree("the reduction of gradients", words, f"now: {', '.join([*words.values()][:3])}")
+            self._agreed = self.collectives, more
 
     @property
     @abc.abstractmethod

@@ -22,6 +22,7 @@ class Operations(abc.ABC):
     rank: int
     world: int
     global_rank: int  # how messages name this rank
+    spans_hosts: bool = False
 
     @abc.abstractmethod
     def run(self, call: Call) -> None:

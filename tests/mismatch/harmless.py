@@ -1,0 +1,158 @@
+"""What may differ between ranks: each row trains, nobody complains, and all ranks end with the same bits."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import phalanx
+from phalanx.comm import hooks
+from tests.mismatch.rows import Odd, model, wrap
+
+_STEPS = 3
+
+
+def trains(
+    prepare: Callable[[Odd, Any], Any] | None = None, forward: Callable[[Odd, Any], torch.Tensor] | None = None
+) -> Callable[[Odd], list[torch.Tensor]]:
+    """Three steps of which the odd rank makes its own version; the parameters afterwards."""
+
+    def row(world: Odd) -> list[torch.Tensor]:
+        wrapped = wrap(find_unused_parameters=True)
+        called = prepare(world, wrapped) if prepare is not None else None
+        optimizer = torch.optim.Adam(wrapped.parameters(), lr=0.1)
+        for _ in range(_STEPS):
+            optimizer.zero_grad()
+            loss = (wrapped if called is None else called)(_inputs(world)) if forward is None else forward(world, wrapped)
+            loss.square().mean().backward()
+            optimizer.step()
+        return [parameter.detach().clone() for parameter in wrapped.parameters()]
+
+    return row
+
+
+def _inputs(world: Odd) -> torch.Tensor:
+    return torch.full((2, 8), float(world.rank + 1), dtype=torch.float32)
+
+
+def compiled(world: Odd, wrapped: Any) -> Any:
+    return torch.compile(wrapped, backend="phalanx") if world.odd else wrapped
+
+
+def another_default(world: Odd, wrapped: Any) -> None:
+    torch.set_default_dtype(world.pick(torch.float32, torch.float64))
+
+
+def threads(world: Odd, wrapped: Any) -> None:
+    torch.set_num_threads(world.pick(1, 2))
+
+
+def variables(world: Odd, wrapped: Any) -> None:
+    if world.odd:
+        os.environ.update(PHALANX_TRACEBACK="full", PHALANX_KEEP_FREED="0", PHALANX_WARM="0", TORCH_SHOW_CPP_STACKTRACES="1")
+
+
+def user_hooks(world: Odd, wrapped: Any) -> None:
+    def logged(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        return hooks.allreduce_hook(state, bucket)
+
+    def plain(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        return hooks.allreduce_hook(state, bucket)
+
+    wrapped.register_comm_hook(None, world.pick(plain, logged))
+
+
+def frozen(world: Odd, wrapped: Any) -> None:
+    """It gives nothing to the mean any more, and is given it all the same."""
+    if world.odd:
+        wrapped.module[0].weight.requires_grad_(False)
+
+
+def watched(world: Odd, wrapped: Any) -> None:
+    if world.odd:
+        for parameter in wrapped.parameters():
+            parameter.register_hook(lambda grad: None)
+            parameter.register_post_accumulate_grad_hook(lambda parameter: None)
+
+
+def other_function(world: Odd, wrapped: Any) -> torch.Tensor:
+    """The odd rank's model file applies another function, and leaves a layer out."""
+    wrapped.module.forward = world.pick(
+        lambda x: wrapped.module[2](wrapped.module[1](wrapped.module[0](x))),
+        lambda x: wrapped.module[2](wrapped.module[0](x).relu()),
+    )
+    output: torch.Tensor = wrapped(_inputs(world))
+    return output
+
+
+def lower(world: Odd, wrapped: Any) -> torch.Tensor:
+    with torch.autocast("cpu", torch.bfloat16, enabled=world.odd):
+        output: torch.Tensor = wrapped(_inputs(world))
+    return output
+
+
+def evaluated(world: Odd, wrapped: Any) -> torch.Tensor:
+    wrapped.train(not world.odd)
+    output: torch.Tensor = wrapped(_inputs(world))
+    return output
+
+
+def kept(world: Odd) -> list[torch.Tensor]:
+    """Which checkpoints stay is rank 0's word; how long a rank waits is its own."""
+    net = model()
+    wrapped = phalanx.DistributedDataParallel(net)
+    options = world.pick({"keep": 2}, {"keep": 1, "timeout_s": 30, "extra": {"own": 1}})
+    with phalanx.Checkpointer(str(world.folder), wrapped, **options) as checkpointer:
+        for step in range(3):
+            checkpointer.save(step)
+        checkpointer.wait()
+        assert checkpointer.restore() is not None
+    return [parameter.detach().clone() for parameter in wrapped.parameters()]
+
+
+def seeded(world: Odd) -> list[torch.Tensor]:
+    """Other random numbers before the model is made: the model of rank 0 is everybody's."""
+    torch.manual_seed(world.rank)
+    net = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8))
+    wrapped = phalanx.DistributedDataParallel(net)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for _ in range(_STEPS):
+        wrapped(_inputs(world)).sum().backward()
+        optimizer.step()
+    return [parameter.detach().clone() for parameter in wrapped.parameters()]
+
+
+ROWS: dict[str, Callable[[Odd], list[torch.Tensor]]] = {
+    "compiled": trains(compiled),
+    "default dtype": trains(another_default),
+    "threads": trains(threads),
+    "variables": trains(variables),
+    "user's hooks": trains(user_hooks),
+    "watched gradients": trains(watched),
+    "frozen later": trains(frozen),
+    "another function": trains(forward=other_function),
+    "autocast": trains(forward=lower),
+    "evaluation mode": trains(forward=evaluated),
+    "kept checkpoints": kept,
+    "seeds": seeded,
+}
+
+
+def tried(rank: int, world: int, name: str, folder: Any) -> list[torch.Tensor]:
+    """One rank of a row; what it changed in its process is put back."""
+    environ, dtype, num_threads = dict(os.environ), torch.get_default_dtype(), torch.get_num_threads()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return ROWS[name](Odd(rank, world, folder))
+    finally:
+        torch.set_default_dtype(dtype)
+        torch.set_num_threads(num_threads)
+        os.environ.clear()
+        os.environ.update(environ)

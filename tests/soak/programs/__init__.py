@@ -1,0 +1,1 @@
+"""Whole programs, started as users start them, that end and fail in every way."""
