@@ -38,13 +38,13 @@ from ..optim.in_backward import InBackward
 from ..zero.optimizer import ZeroRedundancyOptimizer
 from .decision import Decision, Report, decide
 from .image import ImageSource, RankImage
+from .telling import OnEvent, Telling
 from .transaction import Passing, Transaction
 
 logger = logging.getLogger("phalanx.elastic")
 
 P = ParamSpec("P")
 T = TypeVar("T")
-Event = Mapping[str, Any]
 
 
 def run(
@@ -54,13 +54,15 @@ def run(
     loader: Loader | None = None,
     extra: Mapping[str, Any] | None = None,
     *,
-    on_event: Callable[[Event], None] | None = None,
+    on_event: OnEvent | None = None,
 ) -> Callable[[Callable[Concatenate[Training, P], T]], Callable[P, T]]:
     """A decorator for the function that trains; it is called with a `Training` first.
 
     `model`, `optimizer`, `scheduler`, `loader` and `extra` are all that a step changes (see `Checkpointer`, which takes the
     same). Under `phalanx run --elastic` they move together: a step is committed on every rank, or never happened.
-    `on_event` is called with a dict for each change of the ranks. Under any other launcher the function is just called.
+    `on_event` is called with each `Event` of a change of the ranks (lost, abandoned, joined, …, at last formed), on every
+    rank that goes on, when all can. What it raises ends the training, as what the function raises does.
+    Under any other launcher the function is just called.
     """
 
     def decorate(function: Callable[Concatenate[Training, P], T]) -> Callable[P, T]:
@@ -113,7 +115,7 @@ class Training:
         scheduler: Any,
         loader: Any,
         extra: Mapping[str, Any] | None,
-        on_event: Callable[[Event], None] | None,
+        on_event: OnEvent | None,
     ) -> None:
         worker = current_worker()
         if worker is None:
@@ -124,7 +126,7 @@ class Training:
                 "Leave it out and call training.commit() after each step, with what says where you are in `extra`."
             )
         self._worker, self._member = worker, worker.member
-        self._loader, self._on_event = loader, on_event
+        self._loader, self._telling = loader, Telling(on_event)
         self._subject = Subject(model, optimizer, {"scheduler": scheduler, "loader": loader}, extra)
         self._transaction = Transaction(self._subject)
         self._image: RankImage | None = None
@@ -216,9 +218,13 @@ class Training:
             self._keep(version, Keeping.HELD)
         else:
             self._commit_written(version)
-        if self._member.committed(self.step):
+        pauses = self._member.committed(self.step)
+        self._telling.stepped(self._member, self.step)
+        if pauses:
+            self._telling.pauses()
             self._leave_group()
             self._meet(self._member, "asked to pause", in_loop=in_loop)
+        self._telling.tell()
 
     def _may_hold(self) -> bool:
         """Whether the whole state is on every rank, and moves at once or not at all between two commits."""
@@ -278,14 +284,16 @@ class Training:
         while True:
             try:
                 self._watch_loader()
+                self._telling.tell()
                 return function(self)
             except Exception as error:
-                if not is_consequence(error):
+                if self._telling.is_of_callback(error) or not is_consequence(error):
                     raise
                 lost = self._understand(error)
             finally:
                 if self._loader is not None:
                     self._loader.after_batch = None
+            self._telling.breaks()
             # Outside of the handler: what the exception holds (graphs, the loop's iterator) is let go first.
             self._recover(member, *lost)
 
@@ -330,38 +338,28 @@ class Training:
         self._worker.part()
 
     def _meet(self, member: Member, why: str, silent: tuple[int, ...] = (), in_loop: bool = False) -> None:
-        begun, before, was_there = time.monotonic(), self._worker.world, self._has_entered
+        begun = time.monotonic()
         formed = member.meet(why, silent)
         met = time.monotonic()
         self._worker.rejoin(formed.rank, formed.world, formed.store)
-        ahead = self.step
         self._go_on(formed, member, in_loop)
-        facts = {
-            "generation": formed.generation,
-            "step": self.step,
-            "undone": ahead - self.step if was_there else 0,
-            "world": formed.world,
-            "world_before": before if was_there else 0,
-            "waited_s": round(met - begun, 4),
-            "formed_s": round(time.monotonic() - met, 4),
-            "why": why,
-        }
-        if formed.rank == 0:
-            member.tell("formed", **facts)
-        if self._on_event is not None:
-            self._on_event({"event": "formed", "rank": formed.rank, **facts})
+        paused_s, waited_s = time.monotonic() - begun, met - begun
+        self._telling.goes_on(
+            member, formed, self.step, paused_s=round(paused_s, 4), waited_s=round(waited_s, 4), why=why
+        )
 
     def _go_on(self, formed: Formed, member: Member, in_loop: bool) -> None:
         """Bind everything to the new group, and set it back to the last common commit."""
         self._image = RankImage(formed.images[formed.rank], formed.rank, formed.world)
         report = Report(self.step if self._has_entered else None, self._num_begun > 0, self._num_ended == self._num_begun)
         holds = self._has_entered and self._keeping is Keeping.HELD
-        said = self._worker.exchange.all_objects((report, holds, self._is_uneven))
-        self._is_uneven = any(is_uneven for _, _, is_uneven in said)
+        said = self._worker.exchange.all_objects((report, holds, self._is_uneven, self._telling.was_in_step))
+        self._is_uneven = any(is_uneven for _, _, is_uneven, _ in said)
+        self._telling.heard([one[0].version for one in said], [one[3] for one in said])
         self._transaction.give_up_pass()
-        if any(holds for _, holds, _ in said):
+        if any(holds for _, holds, _, _ in said):
             self._renew()
-            taken = self._take_held(formed, [report for report, _, _ in said])
+            taken = self._take_held(formed, [report for report, _, _, _ in said])
         else:
             taken = self._take_written(formed, member)
         if self._loader is not None:

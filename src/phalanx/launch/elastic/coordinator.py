@@ -7,6 +7,7 @@ ending processes is its owner's business: it is told what to do by `actions`, an
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +16,9 @@ from phalanx.launch.elastic.heads import VOID, Files, newest
 from phalanx.launch.elastic.membership import Action, Dismiss, Form, GiveUp, Kill, Limits, Membership, Pause, RunState, Start
 from phalanx.launch.elastic.messages import Line
 from phalanx.launch.store import RunStore
+
+_TOLD = ("lost", "fenced", "left", "scale", "forming")
+"""Records that whoever goes on is told of: why its ranks are others than before."""
 
 
 @dataclass
@@ -54,6 +58,9 @@ class Coordinator:
         self._generations: list[Generation] = []
         self._next_worker = 0
         self._has_committed = False
+        self._started_at: dict[int, float] = {}
+        self._fenced: set[int] = set()  # ended by our own hand: no news when their processes do
+        self._since: list[dict[str, Any]] = []  # records since the ranks went on last; told to those who go on next
         self.failure = ""
         """Why the run was given up, if it was."""
 
@@ -84,6 +91,7 @@ class Coordinator:
     def connect(self, now: float) -> tuple[int, socket.socket]:
         """A worker is about to be started: its number, and its end of the socket, for the caller to hand over and close."""
         worker, self._next_worker = self._next_worker, self._next_worker + 1
+        self._started_at[worker] = now
         ours, theirs = socket.socketpair()
         self._lines[worker] = Line(ours)
         self._do(self.membership.started(worker, now))
@@ -92,16 +100,16 @@ class Coordinator:
     def could_not_start(self, why: str, now: float) -> None:
         self._do(self.membership.could_not_start(why, now))
 
-    def ended(self, worker: int, well: bool, now: float) -> None:
-        """A worker's process has ended."""
+    def ended(self, worker: int, well: bool, now: float, code: int | None = None) -> None:
+        """A worker's process has ended, with this exit code."""
         self.hear(worker, now)  # what it said last, before it is forgotten
         line = self._lines.pop(worker, None)
         if line is not None:
             line.close()
-        member = worker in self.membership.members
+        # Before anything is done about it: those who go on are told why.
+        if self._rank_of(worker) is not None and not well and worker not in self._fenced:
+            self._note("lost", worker, code=code)
         self._do(self.membership.ended(worker, well, now))
-        if member and not well:
-            self._notice({"event": "lost", "worker": worker, "generation": self.membership.generation})
 
     def hear(self, worker: int, now: float) -> None:
         """Take what a worker has said."""
@@ -116,7 +124,7 @@ class Coordinator:
 
     def scale(self, wanted: int, now: float) -> None:
         """Train with so many workers from now on."""
-        self._notice({"event": "scale", "wanted": wanted})
+        self._note("scale", wanted=wanted)
         self._do(self.membership.scale(wanted, now))
 
     def close(self) -> None:
@@ -136,7 +144,7 @@ class Coordinator:
         elif kind == "committed":
             self._has_committed = True
             self._do(current.committed(now))
-            self._notice({"event": "gets on", "generation": current.generation, "step": message["version"]})
+            self._note("gets on", step=message["version"])
             self._forget_old()
         elif kind == "pausing":
             for other in current.members:
@@ -146,7 +154,9 @@ class Coordinator:
             self._do(current.wants_to_leave(worker, now))
         elif kind == "event":
             facts = {key: value for key, value in message.items() if key not in ("is", "what")}
-            self._notice({"event": message.get("what", ""), "worker": worker, **facts})
+            self._note(message.get("what", ""), worker, **facts)
+            if message.get("what") == "formed":
+                self._forget_told(facts["generation"])
 
     # -- out -----------------------------------------------------------------------------------
 
@@ -156,7 +166,8 @@ class Coordinator:
                 case Start(count):
                     self._start(count)
                 case Kill(worker, why):
-                    self._notice({"event": "fenced", "worker": worker, "why": why})
+                    self._fenced.add(worker)
+                    self._note("fenced", worker, why=why)
                     self._kill(worker, why)
                 case Pause():
                     first = self.membership.members[0]
@@ -165,17 +176,46 @@ class Coordinator:
                 case Form(number, members):
                     self._form(number, members)
                 case Dismiss(worker):
+                    self._note("left", worker)
                     if worker in self._lines:
                         self._lines[worker].send({"is": "dismiss"})
                 case GiveUp(why):
                     self.failure = why
 
+    def _note(self, what: str, worker: int | None = None, **facts: Any) -> None:
+        """Something has happened: for the run's record, and for whoever goes on."""
+        record = {"at_ns": time.time_ns(), "event": what, "generation": self._number}
+        if worker is not None:
+            record |= {"worker": worker, "rank": self._rank_of(worker)}
+        record |= facts
+        if what in _TOLD:
+            self._since.append(record)
+        self._notice(record)
+
+    @property
+    def _number(self) -> int:
+        return self._generations[-1].number if self._generations else 0
+
+    def _rank_of(self, worker: int) -> int | None:
+        """In the newest generation that was formed. Not `membership`'s: it is ahead of what has been done."""
+        members = self._generations[-1].members if self._generations else ()
+        return members.index(worker) if worker in members else None
+
+    def _forget_told(self, number: int) -> None:
+        """The members of this generation know all that came before it."""
+        formed = [at for at, one in enumerate(self._since) if one["event"] == "forming" and one["generation"] == number]
+        if formed:
+            del self._since[: formed[0] + 1]
+
     def _form(self, number: int, members: tuple[int, ...]) -> None:
+        there, now = self._generations[-1].members if self._generations else (), time.monotonic()
+        came = [[worker, round(now - self._started_at[worker], 3)] for worker in members if worker not in there]
         before = next((one for one in reversed(self._generations) if one.version() != VOID), None)
         store = RunStore()
         made = Generation(number, members, store, store.renew())
         made.files = [Files(f"state-{number}-{rank}") for rank in range(len(members))]
         self._generations.append(made)
+        self._note("forming", members=list(members), came=came)
         for rank, worker in enumerate(members):
             line = self._lines.get(worker)
             if line is None:
@@ -192,6 +232,7 @@ class Coordinator:
                     "members_before": [] if before is None else before.members,
                     "version": VOID if before is None else before.version(),
                     "has_committed": self._has_committed,
+                    "since": self._since,
                 }
             )
 

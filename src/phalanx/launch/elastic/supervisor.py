@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.launch.elastic.coordinator import Coordinator
-from phalanx.launch.elastic.membership import Limits, WorkerState
+from phalanx.launch.elastic.membership import Limits
 from phalanx.launch.elastic.variables import JOINS, NUMBER, SOCKET
 from phalanx.launch.logs import RankLogs
 from phalanx.launch.rendezvous import Rendezvous
@@ -88,8 +88,8 @@ class ElasticSupervisor:
                 self._coordinator.hear(lines[descriptor], time.monotonic())
         for worker, exitcode in self._team.newly_ended().items():
             self._slots.pop(worker, None)
+            self._coordinator.ended(worker, exitcode == 0, time.monotonic(), exitcode)
             self._note({"event": "ended", "worker": worker, "code": exitcode})
-            self._coordinator.ended(worker, exitcode == 0, time.monotonic())
         now = time.monotonic()
         if self._coordinator.deadline is not None and now >= self._coordinator.deadline:
             self._coordinator.tick(now)
@@ -139,10 +139,5 @@ class ElasticSupervisor:
         stdout, stderr = self._logs.prepare(environ)
         return Order(crew.command, environ, stdout, stderr, stdin=standard_input(), kept=(theirs.fileno(),))
 
-    def _note(self, event: dict[str, Any]) -> None:
-        members = self._coordinator.membership.members if hasattr(self, "_coordinator") else ()
-        worker = event.get("worker")
-        known = self._coordinator.membership.workers if members else {}
-        rank = members.index(worker) if worker in members else None
-        live = sum(state not in (WorkerState.LEFT, WorkerState.DEAD) for state in known.values())
-        self._events({"at_ns": time.time_ns(), **event, "rank": rank, "live": live})
+    def _note(self, record: dict[str, Any]) -> None:
+        self._events({"at_ns": time.time_ns(), **record})

@@ -6,9 +6,10 @@ from bisect import bisect_left
 from typing import Any
 
 from phalanx.observe import trace
+from phalanx.observe.generations import Part, parts
 from phalanx.observe.intervals import clip, difference, rows
 from phalanx.observe.run import RankTrace, Run, Span
-from phalanx.observe.stats import COMMUNICATION, COMPUTE, Pass, passes, working
+from phalanx.observe.stats import COMMUNICATION, COMPUTE, passes, working
 
 MOST_PASSES = 24
 MOST_RANKS = 16
@@ -18,22 +19,41 @@ MOST_LENGTHS = 600
 
 def timeline(run: Run) -> dict[str, Any]:
     """A JSON value: which passes and ranks are drawn, and their bars in ms from the pass's start."""
-    drawn = [_Drawn(rank) for rank in _drawn_ranks(run.ranks)]
-    by_rank = [one.passes for one in drawn]
-    count = min((len(found) for found in by_rank), default=0)
-    chosen = _telling_passes(by_rank, count)
+    together = [_Together(part) for part in parts(run)]
+    # Passes of all generations in a row, each with who made it and its place among theirs.
+    whole = [(one, index) for one in together for index in range(one.count)]
+    lengths = [one.length(index) for one, index in whole]
+    begins = [at for at, (_, index) in enumerate(whole) if index == 0]
+    names = {at: f"generation {whole[at][0].part.number}" for at in begins[1:]}
+    chosen = _telling_passes(lengths, begins)
     return {
-        "left_out_ranks": len(run.ranks) - len(drawn),
-        "num_passes": count,
-        "lengths": _lengths(by_rank, count),
-        "passes": [_pass_value(drawn, index, label) for index, label in chosen],
+        "left_out_ranks": max((one.num_left_out for one in together), default=0),
+        "num_passes": len(whole),
+        "lengths": _lengths(lengths),
+        "changes": begins[1:],
+        "passes": [_pass_value(*whole[at], at, label or names.get(at, "")) for at, label in chosen],
     }
+
+
+class _Together:
+    """Ranks that trained together: passes are matched among them by their order."""
+
+    def __init__(self, part: Part) -> None:
+        self.part = part
+        self.drawn = [_Drawn(rank) for rank in _drawn_ranks(part.ranks)]
+        self.num_left_out = len(part.ranks) - len(self.drawn)
+        self.count = min((len(one.passes) for one in self.drawn), default=0)
+
+    def length(self, index: int) -> int:
+        """Of the slowest rank."""
+        return max(one.passes[index].end - one.passes[index].start for one in self.drawn)
 
 
 class _Drawn:
     """One rank, prepared so that cutting a pass out of a long run is quick."""
 
     def __init__(self, rank: RankTrace) -> None:
+        self.trace = rank
         self.rank = rank.rank
         self.passes = passes(rank)
         self.busy = working(rank)
@@ -64,34 +84,37 @@ def _drawn_ranks(ranks: list[RankTrace]) -> list[RankTrace]:
     return [ranks[index * (len(ranks) - 1) // (MOST_RANKS - 1)] for index in range(MOST_RANKS)]
 
 
-def _telling_passes(by_rank: list[list[Pass]], count: int) -> list[tuple[int, str]]:
+def _telling_passes(lengths: list[int], begins: list[int]) -> list[tuple[int, str]]:
+    count = len(lengths)
     if count == 0:
         return []
-    lengths = [max(found[k].end - found[k].start for found in by_rank) for k in range(count)]
-    steady = range(1, count) if count > 1 else range(count)
+    # The first of ranks that are together anew makes what all others use.
+    steady = [k for k in range(count) if k not in begins] or list(range(count))
     usual = sorted(steady, key=lambda k: lengths[k])[len(steady) // 2]
     slowest = max(steady, key=lambda k: lengths[k])
     labels = {0: "first", count - 1: "last", slowest: "slowest", usual: "typical"}
+    labels |= {at: labels.get(at, "") for at in begins[:MOST_PASSES]}
     spread = {index * (count - 1) // max(1, MOST_PASSES - 5) for index in range(MOST_PASSES - 4)}
     return [(k, labels.get(k, "")) for k in sorted(spread | set(labels))]
 
 
-def _lengths(by_rank: list[list[Pass]], count: int) -> list[list[float]]:
+def _lengths(whole: list[int]) -> list[list[float]]:
     """(index, ms of the slowest rank) of passes: all, or in a long run the longest of each stretch."""
-    whole = [max(found[k].end - found[k].start for found in by_rank) for k in range(count)]
+    count = len(whole)
     stretch = max(1, -(-count // MOST_LENGTHS))
     chosen = [max(range(at, min(at + stretch, count)), key=whole.__getitem__) for at in range(0, count, stretch)]
     return [[k, round(whole[k] / 1e6, 4)] for k in chosen]
 
 
-def _pass_value(drawn: list[_Drawn], index: int, label: str) -> dict[str, Any]:
+def _pass_value(together: _Together, index: int, at: int, label: str) -> dict[str, Any]:
+    drawn = together.drawn
     start = min(one.passes[index].start for one in drawn)
     end = max(one.passes[index].end for one in drawn)
     return {
-        "index": index,
+        "index": at,
         "label": label,
         "ms": round((end - start) / 1e6, 4),
-        "ranks": [_rank_value(one, start, end) for one in drawn],
+        "ranks": [{"name": together.part.name(one.trace), **_rank_value(one, start, end)} for one in drawn],
     }
 
 
