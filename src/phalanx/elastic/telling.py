@@ -57,6 +57,7 @@ class Telling:
     def goes_on(self, member: Member, formed: Formed, step: int, **facts: Any) -> None:
         """All ranks can go on from `step`. `paused_s` among the facts: how long this one stood still."""
         facts |= {
+            "at_ns": time.time_ns(),  # not when the launcher comes to hear of it
             "generation": formed.generation,
             "step": step,
             "world": formed.world,
@@ -72,7 +73,7 @@ class Telling:
             story = Story()
             for record in formed.since:
                 story.add(record)
-            story.add({"event": "formed", "at_ns": time.time_ns(), **facts})
+            story.add({"event": "formed", **facts})
             self._untold += story.events
 
     # -- the script ----------------------------------------------------------------------------

@@ -28,6 +28,7 @@ from phalanx.observe.run import RankTrace, Run, Scalar
 from phalanx.observe.stats import (
     hidden_share,
     lateness,
+    longest_together,
     loss_progress,
     median_pass_ns,
     passes,
@@ -122,9 +123,10 @@ def tiles(run: Run) -> list[tuple[str, str, str]]:
     startup = startup_ns(run)
     if startup is not None:
         found.append(("Start-up", _seconds(startup / 1e9), "until the first forward"))
-    usual = median_pass_ns(first)
+    together = longest_together(run)
+    usual = median_pass_ns(together[0]) if together else None
     if usual is not None:
-        found.append(("Typical pass", f"{usual / 1e6:.1f} ms", _passes_in_words(run)))
+        found.append(("Typical pass", f"{usual / 1e6:.1f} ms", _passes_in_words(together[0])))
     share = hidden_share(run)
     if share is not None:
         found.append(("Hidden", f"{share:.0%}", "of communication, behind compute"))
@@ -188,8 +190,7 @@ def _seconds(seconds: float) -> str:
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
 
 
-def _passes_in_words(run: Run) -> str:
-    first = run.ranks[0]
+def _passes_in_words(first: RankTrace) -> str:
     count = len(passes(first))
     reductions = len(first.named(trace.REDUCE)) / count
     return f"{count} passes, {reductions:.3g} reductions each"

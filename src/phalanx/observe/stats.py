@@ -244,7 +244,7 @@ def _finite_losses(ranks: Sequence[RankTrace]) -> list[list[float]]:
     return [curve for curve in curves if curve]
 
 
-def _longest_together(run: Run) -> list[RankTrace]:
+def longest_together(run: Run) -> list[RankTrace]:
     """All ranks; of an elastic run those who trained together for the longest time."""
     found = [part.ranks for part in parts(run)]
     if len(found) == 1:
@@ -264,14 +264,14 @@ def loss_curve(rank: RankTrace) -> list[Scalar]:
 
 def tokens_per_s(run: Run) -> float | None:
     """All ranks together, over the second half of the run, when it has settled; None where the script says nothing."""
-    halves = [_second_half([point.value for point in rank.curve(trace.TOKENS_PER_S)]) for rank in _longest_together(run)]
+    halves = [_second_half([point.value for point in rank.curve(trace.TOKENS_PER_S)]) for rank in longest_together(run)]
     return sum(statistics.fmean(half) for half in halves if half) if any(halves) else None
 
 
 def samples_per_s(run: Run) -> float | None:
     """Samples that went through the model, all ranks together, over the second half of the passes; None if not seen."""
     total = 0.0
-    for rank in _longest_together(run):
+    for rank in longest_together(run):
         half = _second_half(passes(rank))
         seconds = (half[-1].end - half[0].start) / 1e9 if half else 0.0
         if seconds > 0:

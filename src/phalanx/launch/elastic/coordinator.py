@@ -20,6 +20,9 @@ from phalanx.launch.store import RunStore
 _TOLD = ("lost", "fenced", "left", "scale", "forming")
 """Records that whoever goes on is told of: why its ranks are others than before."""
 
+_TOLD_AT_ONCE = ("straggler", "woken")
+"""Records that are told to those who train, since nothing changes by them."""
+
 
 @dataclass
 class Generation:
@@ -190,6 +193,10 @@ class Coordinator:
         record |= facts
         if what in _TOLD:
             self._since.append(record)
+        elif what in _TOLD_AT_ONCE:
+            for member in self.membership.members:
+                if member in self._lines:
+                    self._lines[member].send({"is": "note", "record": record})
         self._notice(record)
 
     @property

@@ -15,7 +15,8 @@ it went on last with the message that forms its generation, and hands the events
     ended       worker, code                                          failed_to_join, if it had never trained
     not started worker, why                                           failed_to_join
     scale       wanted                                                scaled
-    slow        worker, rank, seconds                                 straggler
+    straggler   worker, seconds                                       straggler
+    woken       worker                                                woken
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ class What(enum.StrEnum):
     SCALED = "scaled"
     """Somebody asked for another number of ranks."""
     STRAGGLER = "straggler"
-    """A rank is slow and keeps the others waiting; nothing is done about it."""
+    """A rank is alive and has kept all others waiting; nothing is done about it."""
+    WOKEN = "woken"
+    """All ranks had been stopped; this one was told to go on."""
     ABANDONED = "abandoned"
     """What had been done of a step was undone; it is computed again."""
     ROLLED_FORWARD = "rolled_forward"
@@ -73,8 +76,8 @@ class Event:
     step: int | None = None
     """Steps that were committed when training went on; for `abandoned` and `rolled_forward` the step in question."""
     seconds: float | None = None
-    """formed: since the first loss, or how long the ranks paused. joined: since its process was started. straggler: how far
-    it is behind."""
+    """formed: since the first loss, or how long the ranks paused. joined: since its process was started. straggler: how long
+    the others have waited for it."""
     worker: int | None = None
     """To whom it happened. A worker keeps its number for life; no other one ever gets it."""
     rank: int | None = None
@@ -103,7 +106,8 @@ _WORDS = {
     What.LEFT: lambda event: f"{_who(event)} left, as it was asked to",
     What.FAILED_TO_JOIN: lambda event: f"worker {event.worker} ended before it had joined: {event.why}",
     What.SCALED: lambda event: f"asked to go on with {event.world} ranks",
-    What.STRAGGLER: lambda event: f"{_who(event)} is slow: {event.why}",
+    What.STRAGGLER: lambda event: f"{_who(event)} has kept all others waiting for {event.seconds:.0f} s; it is alive",
+    What.WOKEN: lambda event: f"{_who(event)} had been stopped, as all had, and was told to go on",
     What.ABANDONED: lambda event: f"step {event.step} was abandoned and is computed again",
     What.ROLLED_FORWARD: lambda event: f"step {event.step} was rolled forward: some rank had completed it",
     What.JOINED: lambda event: f"worker {event.worker} joined as rank {event.rank}{_since_start(event)}",
@@ -220,9 +224,11 @@ class Story:
                 return [Event(What.FAILED_TO_JOIN, at_ns, number, worker=worker, why=str(record["why"]))]
             case "scale":
                 return [Event(What.SCALED, at_ns, number, world=int(record["wanted"]))]
-            case "slow":
-                why, behind = str(record["why"]), float(record["seconds"])
-                return [Event(What.STRAGGLER, at_ns, number, seconds=behind, worker=worker, rank=rank, why=why)]
+            case "straggler":
+                rank, seconds = self._rank(worker, rank), float(record["seconds"])
+                return [Event(What.STRAGGLER, at_ns, number, seconds=seconds, worker=worker, rank=rank)]
+            case "woken":
+                return [Event(What.WOKEN, at_ns, number, worker=worker, rank=self._rank(worker, rank))]
         return []
 
     # -- generations ---------------------------------------------------------------------------
@@ -266,6 +272,9 @@ class Story:
             last.got_on_ns = at_ns
 
     # -- workers -------------------------------------------------------------------------------
+
+    def _rank(self, worker: int | None, said: int | None) -> int | None:
+        return self.ranks.get(-1 if worker is None else worker) if said is None else said
 
     def _leave(self, worker: int, at_ns: int) -> None:
         self._gone.add(worker)
