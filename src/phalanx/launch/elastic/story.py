@@ -94,6 +94,10 @@ def _who(event: Event) -> str:
     return f"worker {event.worker}" if event.rank is None else f"rank {event.rank} (worker {event.worker})"
 
 
+def _ranks(event: Event) -> str:
+    return "1 rank" if event.world == 1 else f"{event.world} ranks"
+
+
 def _after(event: Event) -> str:
     if event.seconds is None:
         return ""
@@ -105,13 +109,13 @@ _WORDS = {
     What.FENCED: lambda event: f"{_who(event)} was ended: {event.why}",
     What.LEFT: lambda event: f"{_who(event)} left, as it was asked to",
     What.FAILED_TO_JOIN: lambda event: f"worker {event.worker} ended before it had joined: {event.why}",
-    What.SCALED: lambda event: f"asked to go on with {event.world} ranks",
+    What.SCALED: lambda event: f"asked to go on with {_ranks(event)}",
     What.STRAGGLER: lambda event: f"{_who(event)} has kept all others waiting for {event.seconds:.0f} s; it is alive",
     What.WOKEN: lambda event: f"{_who(event)} had been stopped, as all had, and was told to go on",
     What.ABANDONED: lambda event: f"step {event.step} was abandoned and is computed again",
     What.ROLLED_FORWARD: lambda event: f"step {event.step} was rolled forward: some rank had completed it",
     What.JOINED: lambda event: f"worker {event.worker} joined as rank {event.rank}{_since_start(event)}",
-    What.FORMED: lambda event: f"goes on with {event.world} ranks from step {event.step}{_after(event)}",
+    What.FORMED: lambda event: f"goes on with {_ranks(event)} from step {event.step}{_after(event)}",
 }
 
 
