@@ -66,9 +66,10 @@ _MOST_NUMBERS = 1 << 14
 def _with_number_of_its_own(descriptor: int) -> int:
     """The same file under a number that no other file of this process gets soon after it is closed. Takes the descriptor.
 
-    A FileStore writes to its path once more when it is destroyed, which is whenever Python's collector finds it. By then the
-    launcher may have closed the file: that is harmless as long as nothing else has the path. Numbers as the kernel gives them
-    come again at once, and a store that writes into another file, or waits for one that is none, takes its process with it.
+    A FileStore writes to its path once more when it is destroyed, which is whenever Python's collector finds it. By then
+    the launcher may have closed the file: that is harmless as long as nothing else has the path. Numbers as the kernel gives
+    them come again at once, and a store that writes into another file, or waits for one that is none, takes its process
+    with it.
     """
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = _MOST_NUMBERS if soft == resource.RLIM_INFINITY else min(soft, _MOST_NUMBERS)
