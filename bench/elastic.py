@@ -1,9 +1,9 @@
 """How long after the death of one of three ranks is the next step done, and how long until a replacement trains?
 
 The same model and the same fault (SIGKILL, at a random moment of training, of any rank), several times in one run of each
-system: `phalanx run --elastic` with a plain and with a sharded optimizer; torchft, one process per replica, each replaced by a
-new process at once, with its lighthouse's defaults; torchrun, which starts all again from a checkpoint. Then what a commit
-costs without faults: steps with and without it, in turns, two ranks. `make bench-peers` installs torchft.
+system: `phalanx run --elastic` with a plain and with a sharded optimizer; torchft, one process per replica, each replaced
+by a new process at once, with its lighthouse's defaults; torchrun, which starts all again from a checkpoint. Then what a
+commit costs without faults: steps with and without it, in turns, two ranks. `make bench-peers` installs torchft.
 """
 
 from __future__ import annotations
@@ -190,11 +190,9 @@ def _rows(spent: dict[str, Spent]) -> list[Row]:
 
 
 def _in_words(name: str, spent: Spent) -> str:
-    first, whole = [one[0] for one in spent], [one[1] for one in spent]
-    return (
-        f"{name}: next step after {statistics.median(first):.2f} s in the median, {max(first):.2f} s at worst; all three after "
-        f"{statistics.median(whole):.2f} s, {max(whole):.2f} s; {len(spent)} deaths"
-    )
+    columns = [list(column) for column in zip(*spent, strict=True)]
+    first, whole = (f"{statistics.median(each):.2f} s in the median, {max(each):.2f} s at worst" for each in columns)
+    return f"{name}, {len(spent)} deaths: next step after {first}; all three train after {whole}"
 
 
 def main() -> None:

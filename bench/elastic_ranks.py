@@ -24,7 +24,8 @@ from torch import nn
 from bench.measure import interleave
 from bench.models import CASES, SIZES, Case
 
-OURS, SHARDED, TORCHFT, TORCHRUN, OVERHEAD, OVERHEAD_SHARDED = "ours", "sharded", "torchft", "torchrun", "cost", "cost-sharded"
+OURS, SHARDED, TORCHFT, TORCHRUN = "ours", "sharded", "torchft", "torchrun"
+OVERHEAD, OVERHEAD_SHARDED = "cost", "cost-sharded"
 WORLD = 3
 FEWEST = 2
 _SAVES_EVERY = 10

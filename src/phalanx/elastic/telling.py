@@ -8,16 +8,29 @@ of a change.
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from ..comm.failure.folding import users_stacklevel
 from ..errors import CollectiveTimeout, PeerFailure
 from ..launch.elastic.member import Formed, Member
 from ..launch.elastic.story import Event, Story
 from ..observe.live.pulse import pulse
 
 OnEvent = Callable[[Event], None]
+
+
+def warn_of_other_launcher(rank: int, world: int) -> None:
+    """Say that nothing is elastic here. One process alone has nobody to lose, and is how a script is tried out."""
+    if world > 1 and rank == 0:
+        warnings.warn(
+            "rank 0: phalanx.elastic.run has no effect, since this script was not started by phalanx run --elastic: when a "
+            "rank is lost all end, and --max-restarts (also torchrun's) starts all again. Start it so, or keep a "
+            "phalanx.Checkpointer to go on from.",
+            stacklevel=users_stacklevel(),
+        )
 
 
 class Telling:

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
+from torch.distributed import rpc
 
 from ..checkpoint.capture import Subject
 from ..data.loader import Loader
@@ -38,7 +39,8 @@ from ..optim.in_backward import InBackward
 from ..zero.optimizer import ZeroRedundancyOptimizer
 from .decision import Decision, Report, decide
 from .image import ImageSource, RankImage
-from .telling import OnEvent, Telling
+from .leaving import leave_on_signal
+from .telling import OnEvent, Telling, warn_of_other_launcher
 from .transaction import Passing, Transaction
 
 logger = logging.getLogger("phalanx.elastic")
@@ -167,6 +169,11 @@ class Training:
                     f"an elastic run needs an optimizer that can be divided anew by elements; {one.partition_reason}. Use "
                     "such a class, or a plain optimizer."
                 )
+        if rpc.is_available() and rpc._is_current_rpc_agent_set():
+            raise ConfigError(
+                "an elastic run cannot use torch.distributed.rpc: its workers stay the same for good, and neither remote "
+                "optimizers nor distributed autograd go on without one of them. Start it without --elastic."
+            )
         wrapper = self._subject.wrapper
         if wrapper is not None and self._subject.ddp is None:
             raise ConfigError(
@@ -278,8 +285,10 @@ class Training:
         """Call the function, again after every loss, until it returns."""
         member = self._member
         if member is None:
+            warn_of_other_launcher(self._worker.rank, self._worker.world)
             self._watch_loader()
             return function(self)
+        leave_on_signal(member)
         self._enter(member)
         while True:
             try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import os
 import select
+import signal
 import socket
 import time
 from collections.abc import Callable
@@ -45,6 +46,7 @@ class ElasticSupervisor:
         self._round: Round | None = None
         self._coordinator = Coordinator(limits, self._ask, self._team.kill_one, self._note)
         self._slots: dict[int, int] = {}  # which place on this host (a core, a GPU) each worker has
+        self._gives_back = False
         self._asked = 0  # workers to be started when the event under way has been dealt with
 
     first_rank = 0
@@ -61,6 +63,7 @@ class ElasticSupervisor:
 
     def run(self, before_start: Callable[[], None] = lambda: None) -> bool:
         """True when those who trained last ended well. Raises Interrupted; the workers have ended then, too."""
+        before = signal.signal(signal.SIGUSR1, self._shrink)
         try:
             with self._team.ended_with(self._crew.grace_s):
                 self._round = self._rendezvous.next_round()
@@ -72,7 +75,12 @@ class ElasticSupervisor:
                     self._look()
                 return not self._coordinator.failure
         finally:
+            signal.signal(signal.SIGUSR1, before)
             self._coordinator.close()
+
+    def _shrink(self, *_: object) -> None:
+        # A batch system is about to take the host back, in part or soon. Not here: this is in the midst of anything.
+        self._gives_back = True
 
     def _look(self) -> None:
         """Deal with what has happened, or wait for something to."""
@@ -97,6 +105,9 @@ class ElasticSupervisor:
         self._start()
 
     def _look_for_scale(self) -> None:
+        if self._gives_back:
+            self._gives_back = False
+            self._coordinator.scale(self._limits.fewest, time.monotonic())
         try:
             wanted = int(self._scale_file.read_text())
             self._scale_file.unlink()
