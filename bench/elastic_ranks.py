@@ -85,8 +85,13 @@ def ours(case: Case, log: Log, sharded: bool) -> None:
 
 
 def torchft(case: Case, log: Log) -> None:
-    """One replica, with the lighthouse of the environment; its defaults except for how few may go on."""
-    from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
+    """One replica, with the lighthouse of the environment; its defaults except for how few may go on.
+
+    Its pure wrapper: with the other one, which it recommends, the survivors of a death end (torchft 0.2.0, torch 2.13): its
+    hook asserts that there is a future of a collective that has just failed.
+    """
+    from torchft import Manager, Optimizer, ProcessGroupGloo
+    from torchft.ddp import PureDistributedDataParallel
 
     torch.manual_seed(0)
     net = case.build()
@@ -112,7 +117,7 @@ def torchft(case: Case, log: Log) -> None:
         replica_id="replica_0",
         hostname="127.0.0.1",
     )
-    step = training(case, DistributedDataParallel(manager, net), Optimizer(manager, inner))
+    step = training(case, PureDistributedDataParallel(manager, net), Optimizer(manager, inner))
     while True:
         before = manager.current_step()
         step()
