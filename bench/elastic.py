@@ -108,7 +108,8 @@ def _launcher(side: str, case: str, folder: Path, num_faults: int) -> list[str]:
     if side == ranks.TORCHFT:
         return [sys.executable, *rank]
     if side == ranks.TORCHRUN:
-        limits = ["--standalone", f"--nproc-per-node={ranks.WORLD}", f"--max-restarts={num_faults + 1}"]
+        # More than there are deaths: a start may fail because the ranks of the one before are not gone yet.
+        limits = ["--standalone", f"--nproc-per-node={ranks.WORLD}", f"--max-restarts={10 * num_faults}"]
         return [sys.executable, "-m", "torch.distributed.run", *limits, *rank, str(folder)]
     limits = ["--elastic", "--nproc", str(ranks.WORLD), "--min", str(ranks.FEWEST), "--run-dir", str(folder / "runs")]
     command = [sys.executable, "-m", "phalanx.cli.main", "run", *limits, "--quiet", "--module", "bench.elastic_ranks"]

@@ -49,7 +49,7 @@ def changed(telling: Telling, member: Any, rank: int, step: int, there: list[tup
         (20, [(20, False), (20, False)], []),
         (20, [(20, False), (20, True)], ["abandoned"]),
         (21, [(20, True), (20, True)], ["rolled_forward"]),
-        (21, [(21, True), (20, True)], ["abandoned", "rolled_forward"]),
+        (21, [(21, True), (20, True)], ["rolled_forward", "abandoned"]),
         (21, [(21, True), (None, False)], ["abandoned"]),
     ],
 )

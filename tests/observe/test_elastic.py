@@ -123,7 +123,7 @@ def test_runs_says_what_became_of_the_ranks(tmp_path: Path, capsys: pytest.Captu
     with pytest.raises(SystemExit):
         main(["top", "--once", str(tmp_path / "20260101-000000-x")])
     shown = " ".join(capsys.readouterr().out.split())
-    assert "rank worker step" in shown and "2.5 s rank 1 (worker 1) was lost: signal 9 (SIGKILL)" in shown
+    assert "rank worker pid step" in shown and "2.5 s rank 1 (worker 1) was lost: signal 9 (SIGKILL)" in shown
 
 
 if INSTALLED:

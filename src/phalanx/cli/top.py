@@ -63,13 +63,19 @@ def view(directory: RunDirectory) -> RenderableType:
     head.append(info.state, style="green" if info.is_running or info.state == "finished" else "red")
     head.append(f"  {status.line(ranks, world, story)}")
     table = Table(box=None, padding=(0, 2), pad_edge=False, header_style="dim")
-    for title in ("rank", *(["worker"] if story else []), "step", "steps/s", "samples/s", "waiting", "memory"):
+    for title in ("rank", *(["worker", "pid"] if story else []), "step", "steps/s", "samples/s", "waiting", "memory"):
         table.add_column(title, justify="right")
     table.add_column("now")
     for one in ranks:
         rank, *figures = _row(one)
-        table.add_row(rank, *([str(one.worker)] if story else []), *figures, _now(one, ranks))
+        table.add_row(rank, *_process(one, story), *figures, _now(one, ranks))
     return Group(head, table, *([] if story is None else _happened(story, info.facts.get("started_ns"))))
+
+
+def _process(one: RankStatus, story: Story | None) -> list[str]:
+    if story is None or one.worker is None:
+        return []
+    return [str(one.worker), str(story.pids.get(one.worker) or "")]
 
 
 def _happened(story: Story, began_ns: object) -> list[Text]:

@@ -5,9 +5,9 @@ each event as a line; the report, `top` and `runs` read the same records from th
 it went on last with the message that forms its generation, and hands the events to the script's callback.
 
     record      beside at_ns: what it holds                           events
-    started     worker                                                -
+    started     worker, pid                                           -
     forming     generation, members, came [(worker, seconds), …]      (kept until `formed`: joined)
-    formed      generation, step, world, abandoned, rolled, paused_s  abandoned, rolled_forward, joined, formed
+    formed      generation, step, world, abandoned, rolled, paused_s  rolled_forward, abandoned, joined, formed
     gets on     generation, step                                      -
     lost        worker, rank, code                                    lost
     fenced      worker, rank, why                                     fenced
@@ -167,6 +167,8 @@ class Story:
     generations: list[Generation] = field(default_factory=list)
     started_ns: dict[int, int] = field(default_factory=dict)
     """When each worker's process was started."""
+    pids: dict[int, int] = field(default_factory=dict)
+    """Their process ids, for who wants to send one a signal."""
     ended_ns: dict[int, int] = field(default_factory=dict)
     """When it ended, of those that have."""
     _came: list[tuple[int, float]] = field(default_factory=list)  # who is in the newest generation and was not before
@@ -207,6 +209,7 @@ class Story:
         match kind:
             case "started":
                 self.started_ns[int(record["worker"])] = at_ns
+                self.pids[int(record["worker"])] = _number(record, "pid") or 0
             case "forming":
                 self._form(record, at_ns)
             case "formed":
@@ -259,10 +262,10 @@ class Story:
         breaks = [event for event in pending if event.what in _BREAKS and event.rank is not None]
         seconds = (at_ns - breaks[0].at_ns) / 1e9 if breaks else float(record["paused_s"])
         made = []
-        if record["abandoned"]:
-            made.append(Event(What.ABANDONED, at_ns, number, step + 1))
         if record["rolled"]:
             made.append(Event(What.ROLLED_FORWARD, at_ns, number, step))
+        if record["abandoned"]:
+            made.append(Event(What.ABANDONED, at_ns, number, step + 1))
         for worker, since_start in self._came:
             rank = generation.members.index(worker) if worker in generation.members else None
             made.append(Event(What.JOINED, at_ns, number, step, since_start, worker, rank))

@@ -128,7 +128,7 @@ class ElasticSupervisor:
             worker, theirs = self._coordinator.connect(time.monotonic())
             try:
                 self._team.start({worker: self._order(worker, theirs, joins)})
-                self._note({"event": "started", "worker": worker, "joins": joins})
+                self._note({"event": "started", "worker": worker, "pid": self._team.pid(worker)})
             except OSError as error:
                 self._note({"event": "not started", "worker": worker, "why": str(error)})
                 self._coordinator.ended(worker, False, time.monotonic())
