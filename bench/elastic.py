@@ -216,6 +216,8 @@ def main() -> None:
         try:
             spent[side] = suffer(side, parsed.case, faults, seed=7)
             result.notes.append(_in_words(name, spent[side]))
+            # As they come: a side takes minutes on a busy machine.
+            print(f"{result.notes[-1]}; load {os.getloadavg()[0]:.0f}", file=sys.stderr, flush=True)
         except (TimeoutError, RuntimeError) as error:
             print(f"{name}: {error}", file=sys.stderr)
             result.notes.append(f"{name}: did not come through: {str(error).splitlines()[0][:200]}")
