@@ -204,6 +204,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15, help="of what a commit costs; 0 leaves it out")
     parser.add_argument("--side", action="append", choices=list(NAMES), help="only these")
     parsed = parser.parse_args()
+    # Whoever ends this benchmark ends the processes that it has started.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     faults, rounds = (1, min(2, parsed.rounds)) if parsed.quick else (parsed.faults, parsed.rounds)
     result = Result("elastic", (__doc__ or "").splitlines()[0], "phalanx", "the other")
     spent: dict[str, Spent] = {}

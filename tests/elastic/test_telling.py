@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import signal
+import warnings
 from typing import Any
 
 import pytest
 
 from phalanx.elastic import Event
-from phalanx.elastic.telling import Telling
+from phalanx.elastic.leaving import leave_on_signal
+from phalanx.elastic.telling import Telling, warn_of_other_launcher
 from phalanx.errors import PeerFailure
 from phalanx.launch.elastic.member import Formed
 from tests.elastic.test_story import records
@@ -106,3 +109,28 @@ def test_what_changes_nobodys_rank_is_told_at_the_next_commit(member: Any) -> No
     telling.tell()
     (event,) = seen
     assert event.step == 33 and str(event) == "rank 1 (worker 3) has kept all others waiting for 12 s; it is alive"
+
+
+def test_several_ranks_under_another_launcher_are_told_once_that_nothing_is_elastic() -> None:
+    with pytest.warns(UserWarning, match="not started by phalanx run --elastic"):
+        warn_of_other_launcher(rank=0, world=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_other_launcher(rank=1, world=2)
+        warn_of_other_launcher(rank=0, world=1)
+
+
+def test_a_worker_leaves_by_a_signal_unless_the_script_has_a_handler_of_its_own(member: Any) -> None:
+    asked: list[str] = []
+    member.leave = lambda: asked.append("leave")
+    before = signal.getsignal(signal.SIGUSR1)
+    try:
+        signal.signal(signal.SIGUSR1, lambda *_: asked.append("own"))
+        leave_on_signal(member)
+        signal.raise_signal(signal.SIGUSR1)
+        signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+        leave_on_signal(member)
+        signal.raise_signal(signal.SIGUSR1)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert asked == ["own", "leave"]
