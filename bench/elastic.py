@@ -63,7 +63,7 @@ class Steps:
         done: dict[int, int] = {}
 
         def is_last(one: dict[str, Any]) -> bool:
-            done[one["pid"]] = done.get(one["pid"], 0) + (one["world"] == ranks.WORLD)
+            done[one["pid"]] = done.get(one["pid"], 0) + 1
             return sum(count >= _WARM_STEPS for count in done.values()) == ranks.WORLD
 
         def all_are_warm(one: dict[str, Any]) -> bool:
@@ -130,9 +130,9 @@ def _lighthouse(side: str) -> Iterator[dict[str, str]]:
         server.shutdown()
 
 
-def suffer(side: str, case: str, num_faults: int, seed: int) -> Spent:
-    """Kill a rank, again and again, and see when the others go on."""
-    draw, spent = random.Random(seed), []
+def suffer(side: str, case: str, num_faults: int, seed: int) -> tuple[Spent, str]:
+    """Kill a rank, again and again, and see when the others go on; and why that came to an end before its time."""
+    draw, spent, failure = random.Random(seed), [], ""
     with tempfile.TemporaryDirectory(prefix="phalanx-bench-") as name, _lighthouse(side) as environ:
         folder = Path(name)
         command = _launcher(side, case, folder, num_faults)
@@ -148,9 +148,11 @@ def suffer(side: str, case: str, num_faults: int, seed: int) -> Spent:
                 if side == ranks.TORCHFT:
                     processes.start(command, **environ)
                 spent.append(_times(side, steps, since, killed_at, set(there)))
+        except TimeoutError as error:
+            failure = str(error)
         finally:
             processes.end()
-    return spent
+    return spent, failure
 
 
 def _times(side: str, steps: Steps, since: int, killed_at: float, before: set[int]) -> tuple[float, float]:
@@ -215,14 +217,13 @@ def main() -> None:
         if side == ranks.TORCHFT and not importlib.util.find_spec("torchft"):
             result.notes.append("torchft: not installed in this environment; try `make bench-peers`")
             continue
-        try:
-            spent[side] = suffer(side, parsed.case, faults, seed=7)
+        spent[side], failure = suffer(side, parsed.case, faults, seed=7)
+        if spent[side]:
             result.notes.append(_in_words(name, spent[side]))
-            # As they come: a side takes minutes on a busy machine.
-            print(f"{result.notes[-1]}; load {os.getloadavg()[0]:.0f}", file=sys.stderr, flush=True)
-        except (TimeoutError, RuntimeError) as error:
-            print(f"{name}: {error}", file=sys.stderr)
-            result.notes.append(f"{name}: did not come through: {str(error).splitlines()[0][:200]}")
+        if failure:
+            result.notes.append(f"{name}: did not come through {faults} deaths: {failure.splitlines()[0][:120]}")
+        # As they come: a side takes minutes on a busy machine.
+        print(f"{result.notes[-1]}; load {os.getloadavg()[0]:.0f}", failure[-3000:], file=sys.stderr, flush=True)
     result.rows += _rows(spent)
     for side, name in ((ranks.OVERHEAD, "plain"), (ranks.OVERHEAD_SHARDED, "ZeRO")) if rounds else ():
         ms = {one: Samples(tuple(values)) for one, values in cost(side, parsed.case, rounds).items()}
