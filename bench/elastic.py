@@ -118,6 +118,11 @@ def _launcher(side: str, case: str, folder: Path, num_faults: int) -> list[str]:
 
 @contextlib.contextmanager
 def _lighthouse(side: str) -> Iterator[dict[str, str]]:
+    if side == ranks.TORCHRUN:
+        # With the store that torchrun shares with its workers by default, a second start on gloo finds the addresses of the
+        # first, and never comes up (torch 2.13).
+        yield {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        return
     if side != ranks.TORCHFT:
         yield {}
         return
