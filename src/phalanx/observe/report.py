@@ -115,7 +115,8 @@ def page_data(run: Run) -> dict[str, Any]:
 def tiles(run: Run) -> list[tuple[str, str, str]]:
     """The figures at the top: name, value, and what it is made of."""
     found: list[tuple[str, str, str]] = []
-    seconds = run.facts.get("seconds") or run.duration_ns / 1e9
+    # Of an elastic run whose launcher was killed, and that was not traced, its record tells how long it went on at least.
+    seconds = run.facts.get("seconds") or run.duration_ns / 1e9 or (workers_over_time(run) or {}).get("until", 0.0)
     found.append(("Duration", _seconds(seconds), _people(run)))
     first = run.ranks[0] if run.ranks else None
     if first is None:
