@@ -20,7 +20,7 @@ BEGIN, END = "<!-- what we lose: written by bench.summary -->", "<!-- end of wha
 # As they are read: the parts first, then what is made of them.
 _ORDER = (
     *("collectives", "collectives-copy", "collectives-mpi", "ddp", "ddp-gloo", "zero", "compile", "compile-gloo", "remote"),
-    *("hosts", "scaling", "tracing", "checkpoint", "peers"),
+    *("hosts", "scaling", "tracing", "checkpoint", "elastic", "peers"),
 )
 
 

@@ -15,7 +15,9 @@ import phalanx
 from phalanx.cli.console import say
 from phalanx.errors import ConfigError
 
-NAMES = ("collectives", "ddp", "zero", "remote", "compile", "hosts", "scaling", "tracing", "checkpoint", "peers")
+NAMES = ("collectives", "ddp", "zero", "remote", "compile", "hosts", "scaling", "tracing", "checkpoint", "elastic", "peers")
+
+_WITH_PEERS = ("peers", "elastic")
 
 
 @click.command(
@@ -27,7 +29,7 @@ NAMES = ("collectives", "ddp", "zero", "remote", "compile", "hosts", "scaling", 
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def command(name: str, arguments: tuple[str, ...]) -> int:
     """Run benchmark NAME: collectives, ddp, zero, remote, compile, hosts, scaling, tracing, checkpoint,
-    peers, or all of them.
+    elastic, peers, or all of them.
 
     ARGUMENTS go to the benchmark; `phalanx bench ddp --help` lists its own. Results are printed and kept in
     bench/results/DATE/ as JSON and as a plot; `all` ends with a report of what was won and what was lost. Nothing
@@ -76,7 +78,7 @@ def _run(root: Path, name: str, arguments: tuple[str, ...]) -> int:
     environ["PYTHONPATH"] = os.pathsep.join([str(root / "src"), str(root), *filter(None, [environ.get("PYTHONPATH")])])
     # Peers are installed apart, by `make bench-peers`, where they change nothing for anybody else.
     apart = root / ".venv-peers" / "bin" / "python"
-    python = str(apart) if name == "peers" and apart.exists() else sys.executable
+    python = str(apart) if name in _WITH_PEERS and apart.exists() else sys.executable
     started = subprocess.Popen([python, "-m", f"bench.{name}", *arguments], env=environ)
     try:
         return started.wait()

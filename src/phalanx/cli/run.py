@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ import click
 from phalanx.cli.console import colour_of_rank, importing, quantity, say, visible
 from phalanx.cli.status_line import StatusLine
 from phalanx.errors import ConfigError
+from phalanx.launch.elastic.history import Watching
 from phalanx.launch.failure import FailureSummary, RankEnd
 from phalanx.launch.hosts.secret import SECRET, read_secret
 from phalanx.launch.records import status
@@ -107,9 +109,10 @@ def command(
         say(f"{quantity(workers, 'worker')}, OMP_NUM_THREADS={threads} each, logs in {directory.root}")
     world = max(workers, most_workers or 0) * most
     line = StatusLine(directory, world, wanted=not quiet)
+    is_first = _Firsts(directory) if elastic else _is_first
     line.start()
     try:
-        outcome = launch(settings, directory, _sink(world, quiet, line), line.say)
+        outcome = launch(settings, directory, _sink(world, is_first if quiet else None, line), line.say)
     finally:
         line.stop()
     _close(outcome, directory, settings, quiet)
@@ -193,13 +196,28 @@ def _meanwhile(end: RankEnd) -> str:
     return "; ".join(pieces) or end.how
 
 
-def _sink(world: int, quiet: bool, line: StatusLine) -> Sink:
+def _is_first(rank: int) -> bool:
+    return rank == 0
+
+
+class _Firsts:
+    """Who is, or was, rank 0 of an elastic run: it is another worker when that one is lost."""
+
+    def __init__(self, directory: RunDirectory) -> None:
+        self._watching = Watching(directory)
+
+    def __call__(self, worker: int) -> bool:
+        story = self._watching.look()
+        return worker in ([one.members[0] for one in story.generations] if story and story.generations else [0])
+
+
+def _sink(world: int, is_shown: Callable[[int], bool] | None, line: StatusLine) -> Sink:
     width = len(str(world - 1))
     # Output that goes to a file or a pipe stays as it is; on a terminal it must not be able to do anything.
     on_terminal = {"stdout": sys.stdout.isatty(), "stderr": sys.stderr.isatty()}
 
     def show(rank: int, stream: str, said: str) -> None:
-        if quiet and rank != 0:
+        if is_shown is not None and not is_shown(rank):
             return
         prefix = ""
         if world > 1:

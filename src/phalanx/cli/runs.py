@@ -8,7 +8,10 @@ import click
 
 from phalanx.cli.console import bytes_in_words, quantity, say, visible
 from phalanx.errors import ConfigError
+from phalanx.launch.elastic.history import tell
+from phalanx.launch.elastic.story import What
 from phalanx.launch.records.runs import RunInfo, list_runs, remove
+from phalanx.launch.rundir import RunDirectory
 
 _DAY_S = 86400.0
 
@@ -65,5 +68,16 @@ def _show(runs: list[RunInfo], parent: str) -> None:
         took = f"{seconds:,.0f} s" if isinstance(seconds, int | float) else ""
         state = click.style(f"{visible(run.state):<16}", fg=None if run.state in ("finished", "running") else "red")
         size, traced = bytes_in_words(run.num_bytes()), "  traced" if run.is_traced else ""
-        workers = visible(str(run.facts.get("nproc", "?")))
-        click.echo(f"{visible(str(run.path)):<{longest}}  {state}  {workers:>7}  {took:>8}  {size:>7}{traced}")
+        workers, besides = visible(str(run.facts.get("nproc", "?"))), traced + _changes(run)
+        click.echo(f"{visible(str(run.path)):<{longest}}  {state}  {workers:>7}  {took:>8}  {size:>7}{besides}")
+
+
+def _changes(run: RunInfo) -> str:
+    """What became of the ranks of an elastic run."""
+    story = tell(RunDirectory(run.path)) if run.facts.get("elastic") else None
+    if story is None:
+        return ""
+    lost = story.count(What.LOST) + story.count(What.FENCED)
+    counts = {"lost": lost, "left": story.count(What.LEFT), "joined": story.count(What.JOINED)}
+    words = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
+    return f"  elastic: {words}" if words else "  elastic"

@@ -14,6 +14,7 @@ import time
 import click
 
 from phalanx.cli.console import say, visible
+from phalanx.launch.elastic.history import Watching
 from phalanx.launch.records import status
 from phalanx.launch.rundir import RunDirectory
 
@@ -27,6 +28,7 @@ class StatusLine:
 
     def __init__(self, directory: RunDirectory, world: int, wanted: bool) -> None:
         self._directory, self._world, self._wanted = directory, world, wanted
+        self._watching = Watching(directory)
         self._on_terminal = sys.stderr.isatty()
         self._lock = threading.Lock()
         self._drawn = False
@@ -45,6 +47,7 @@ class StatusLine:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+        self._watching.close()
         with self._lock:
             self._clear()
 
@@ -76,7 +79,8 @@ class StatusLine:
                 self.say(self._text())
 
     def _text(self) -> str:
-        return status.line(status.read(self._directory), self._world)
+        story = self._watching.look()
+        return status.line(status.read(self._directory, story), self._world, story)
 
     def _draw(self) -> None:
         text = visible(self._text())

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING
 
 import click
 
-from phalanx.cli.console import bytes_in_words, console
+from phalanx.cli.console import bytes_in_words, console, visible
 from phalanx.errors import ConfigError
+from phalanx.launch.elastic.history import tell
+from phalanx.launch.elastic.story import Story
 from phalanx.launch.records import status
 from phalanx.launch.records.runs import RunInfo, newest
 from phalanx.launch.records.status import RankStatus
@@ -17,8 +19,10 @@ from phalanx.launch.rundir import RunDirectory
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+    from rich.text import Text
 
 _REFRESH_S = 0.5
+_NUM_EVENTS = 8  # the last ones of an elastic run that are shown
 
 
 @click.command("top", short_help="Watch a run: ranks, step, rate, who waits for whom.")
@@ -46,24 +50,44 @@ def command(run_dir: str | None, once: bool, parent: str) -> int:
 
 
 def view(directory: RunDirectory) -> RenderableType:
-    """One picture of a run: a line about all of it, and one per rank."""
+    """One picture of a run: a line about all of it, one per rank, and what happened last if it is elastic."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
 
     info = RunInfo(directory.root, directory.facts(), 0.0)
-    ranks = status.read(directory)
+    story = tell(directory)
+    ranks = status.read(directory, story)
     world = int(info.facts.get("nproc", 1)) * int((info.facts.get("nodes") or [1, 1])[1])
     head = Text(f"{directory.root.name}  ", style="bold")
     head.append(info.state, style="green" if info.is_running or info.state == "finished" else "red")
-    head.append(f"  {status.line(ranks, world)}")
+    head.append(f"  {status.line(ranks, world, story)}")
     table = Table(box=None, padding=(0, 2), pad_edge=False, header_style="dim")
-    for title in ("rank", "step", "steps/s", "samples/s", "waiting", "memory"):
+    for title in ("rank", *(["worker", "pid"] if story else []), "step", "steps/s", "samples/s", "waiting", "memory"):
         table.add_column(title, justify="right")
     table.add_column("now")
     for one in ranks:
-        table.add_row(*_row(one), _now(one, ranks))
-    return Group(head, table)
+        rank, *figures = _row(one)
+        table.add_row(rank, *_process(one, story), *figures, _now(one, ranks))
+    return Group(head, table, *([] if story is None else _happened(story, info.facts.get("started_ns"))))
+
+
+def _process(one: RankStatus, story: Story | None) -> list[str]:
+    if story is None or one.worker is None:
+        return []
+    return [str(one.worker), str(story.pids.get(one.worker) or "")]
+
+
+def _happened(story: Story, began_ns: object) -> list[Text]:
+    """The last events, with when they were."""
+    from rich.text import Text
+
+    first = began_ns if isinstance(began_ns, int) else min((event.at_ns for event in story.events), default=0)
+    shown = story.events[-_NUM_EVENTS:]
+    left_out = len(story.events) - len(shown)
+    lines = [Text(f"{left_out} more before", style="dim")] if left_out else []
+    # As text, not as markup: what a file says may hold brackets.
+    return lines + [Text.assemble((f"{(one.at_ns - first) / 1e9:9.1f} s  ", "dim"), visible(str(one))) for one in shown]
 
 
 def _row(one: RankStatus) -> tuple[str, ...]:

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
+from torch.distributed import rpc
 
 from ..checkpoint.capture import Subject
 from ..comm.failure.interruption import awaited
@@ -39,13 +40,14 @@ from .decision import Decision, Report, decide
 from .image import ImageSource, RankImage
 from .in_place import Found, InPlace, Standing
 from .keeping import Keeping, Taken
+from .leaving import leave_on_signal
+from .telling import OnEvent, Telling, warn_of_other_launcher
 from .transaction import Passing, Transaction
 
 logger = logging.getLogger("phalanx.elastic")
 
 P = ParamSpec("P")
 T = TypeVar("T")
-Event = Mapping[str, Any]
 
 
 def run(
@@ -55,13 +57,15 @@ def run(
     loader: Loader | None = None,
     extra: Mapping[str, Any] | None = None,
     *,
-    on_event: Callable[[Event], None] | None = None,
+    on_event: OnEvent | None = None,
 ) -> Callable[[Callable[Concatenate[Training, P], T]], Callable[P, T]]:
     """A decorator for the function that trains; it is called with a `Training` first.
 
     `model`, `optimizer`, `scheduler`, `loader` and `extra` are all that a step changes (see `Checkpointer`, which takes the
     same). Under `phalanx run --elastic` they move together: a step is committed on every rank, or never happened.
-    `on_event` is called with a dict for each change of the ranks. Under any other launcher the function is just called.
+    `on_event` is called with each `Event` of a change of the ranks (lost, abandoned, joined, …, at last formed), on every
+    rank that goes on, when all can. What it raises ends the training, as what the function raises does.
+    Under any other launcher the function is just called.
     """
 
     def decorate(function: Callable[Concatenate[Training, P], T]) -> Callable[P, T]:
@@ -89,7 +93,7 @@ class Training:
         scheduler: Any,
         loader: Any,
         extra: Mapping[str, Any] | None,
-        on_event: Callable[[Event], None] | None,
+        on_event: OnEvent | None,
     ) -> None:
         worker = current_worker()
         if worker is None:
@@ -100,7 +104,7 @@ class Training:
                 "Leave it out and call training.commit() after each step, with what says where you are in `extra`."
             )
         self._worker, self._member = worker, worker.member
-        self._loader, self._on_event = loader, on_event
+        self._loader, self._telling = loader, Telling(on_event)
         self._subject = Subject(model, optimizer, {"scheduler": scheduler, "loader": loader}, extra)
         self._transaction = Transaction(self._subject)
         self._in_place = InPlace(self._subject, worker, self._transaction)
@@ -142,6 +146,11 @@ class Training:
                     f"an elastic run needs an optimizer that can be divided anew by elements; {one.partition_reason}. Use "
                     "such a class, or a plain optimizer."
                 )
+        if rpc.is_available() and rpc._is_current_rpc_agent_set():
+            raise ConfigError(
+                "an elastic run cannot use torch.distributed.rpc: its workers stay the same for good, and neither remote "
+                "optimizers nor distributed autograd go on without one of them. Start it without --elastic."
+            )
         wrapper = self._subject.wrapper
         if wrapper is not None and self._subject.ddp is None:
             raise ConfigError(
@@ -196,9 +205,13 @@ class Training:
             self._in_place.committed(version)
         else:
             self._commit_written(version, self._member)
-        if self._member.committed(self.step):
+        pauses = self._member.committed(self.step)
+        self._telling.stepped(self._member, self.step)
+        if pauses:
+            self._telling.pauses()
             self._leave_group()
             self._meet(self._member, "asked to pause", in_loop=in_loop)
+        self._telling.tell()
 
     def _may_hold(self) -> bool:
         """Whether the whole state is on every rank, and moves at once or not at all between two commits."""
@@ -263,20 +276,24 @@ class Training:
         """Call the function, again after every loss, until it returns."""
         member = self._member
         if member is None:
+            warn_of_other_launcher(self._worker.rank, self._worker.world)
             self._watch_loader()
             return function(self)
+        leave_on_signal(member)
         self._enter(member)
         while True:
             try:
                 self._watch_loader()
+                self._telling.tell()
                 return function(self)
             except Exception as error:
-                if not self._follows_loss(error):
+                if self._telling.is_of_callback(error) or not self._follows_loss(error):
                     raise
                 lost = self._understand(error)
             finally:
                 if self._loader is not None:
                     self._loader.after_batch = None
+            self._telling.breaks()
             # Outside of the handler: what the exception holds (graphs, the loop's iterator) is let go first.
             self._recover(member, *lost)
 
@@ -331,26 +348,15 @@ class Training:
         self._worker.part()
 
     def _meet(self, member: Member, why: str, silent: tuple[int, ...] = (), in_loop: bool = False) -> None:
-        begun, before, was_there = time.monotonic(), self._worker.world, self._has_entered
+        begun = time.monotonic()
         formed = member.meet(why, silent)
         met = time.monotonic()
         self._worker.rejoin(formed.rank, formed.world, formed.store, member.interruption)
-        ahead = self.step
         self._go_on(formed, member, in_loop)
-        facts = {
-            "generation": formed.generation,
-            "step": self.step,
-            "undone": ahead - self.step if was_there else 0,
-            "world": formed.world,
-            "world_before": before if was_there else 0,
-            "waited_s": round(met - begun, 4),
-            "formed_s": round(time.monotonic() - met, 4),
-            "why": why,
-        }
-        if formed.rank == 0:
-            member.tell("formed", **facts)
-        if self._on_event is not None:
-            self._on_event({"event": "formed", "rank": formed.rank, **facts})
+        paused_s, waited_s = time.monotonic() - begun, met - begun
+        self._telling.goes_on(
+            member, formed, self.step, paused_s=round(paused_s, 4), waited_s=round(waited_s, 4), why=why
+        )
 
     def _go_on(self, formed: Formed, member: Member, in_loop: bool) -> None:
         """Bind everything to the new group, and set it back to the last common commit."""
@@ -359,15 +365,17 @@ class Training:
         holds = self._has_entered and self._keeping is Keeping.HELD
         # Looked at before anybody knows what the others say, and so before anybody finishes a step of another.
         in_place = self._in_place.look(formed), self._in_place.stand(formed, member.number)
-        said = self._worker.exchange.all_objects((report, holds, self._is_uneven, in_place))
-        self._is_uneven = any(is_uneven for _, _, is_uneven, _ in said)
+        mine = (report, holds, self._is_uneven, in_place, self._telling.was_in_step)
+        said = self._worker.exchange.all_objects(mine)
+        self._is_uneven = any(one[2] for one in said)
+        self._telling.heard([one[0].version for one in said], [one[4] for one in said])
         self._transaction.give_up_pass()
         found: Found | None = said[0][3][0]
-        if any(holds for _, holds, _, _ in said):
+        if any(one[1] for one in said):
             self._renew()
-            taken = self._take_held(formed, [report for report, _, _, _ in said])
+            taken = self._take_held(formed, [one[0] for one in said])
         elif found is not None:
-            taken = self._take_placed(formed, found, [standing for _, _, _, (_, standing) in said])
+            taken = self._take_placed(formed, found, [one[3][1] for one in said])
         else:
             taken = self._take_written(formed, member)
         if self._loader is not None:

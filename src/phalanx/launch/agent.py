@@ -137,10 +137,10 @@ def _start_and_watch(settings: LaunchSettings, directory: RunDirectory, sink: Si
     team = Team(starting.start)
     crew = Crew(settings.command, settings.nproc, settings.max_restarts, settings.grace_s)
     supervisor: Supervisor | ElasticSupervisor
-    if settings.elastic is None:
+    history = None if settings.elastic is None else History(directory, notice)
+    if settings.elastic is None or history is None:
         supervisor = Supervisor(crew, team, AllOrNone(settings.max_restarts), rendezvous, logs)
     else:
-        history = History(directory, notice)
         supervisor = ElasticSupervisor(crew, team, settings.elastic, rendezvous, logs, directory.root, history.note)
     ended = _End()
     try:
@@ -148,6 +148,8 @@ def _start_and_watch(settings: LaunchSettings, directory: RunDirectory, sink: Si
             ended = _run(supervisor, starting)
         finally:
             starting.close()
+            if history is not None:
+                history.close()
             keeper.close()
             follower.close()
             _record(directory, notice, {"start": starting.words})

@@ -11,8 +11,11 @@ which is what `init_process_group` does by default, and gets this store. Owns bo
 
 from __future__ import annotations
 
+import fcntl
 import importlib
+import itertools
 import os
+import resource
 import socket
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -39,7 +42,7 @@ class RunStore:
     def renew(self) -> str:
         """An empty store, whose path is returned for the workers' environment. The one before is dropped."""
         self.close()
-        self._descriptor = os.memfd_create("phalanx-store", os.MFD_CLOEXEC)
+        self._descriptor = _with_number_of_its_own(os.memfd_create("phalanx-store", os.MFD_CLOEXEC))
         # Following the entry in /proc is refused to other users already; the mode refuses them a second time.
         os.fchmod(self._descriptor, 0o600)
         return f"/proc/{os.getpid()}/fd/{self._descriptor}"
@@ -54,6 +57,27 @@ class RunStore:
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
+
+
+_numbers = itertools.count()
+_MOST_NUMBERS = 1 << 14
+
+
+def _with_number_of_its_own(descriptor: int) -> int:
+    """The same file under a number that no other file of this process gets soon after it is closed. Takes the descriptor.
+
+    A FileStore writes to its path once more when it is destroyed, which is whenever Python's collector finds it. By then
+    the launcher may have closed the file: that is harmless as long as nothing else has the path. Numbers as the kernel gives
+    them come again at once, and a store that writes into another file, or waits for one that is none, takes its process
+    with it.
+    """
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _MOST_NUMBERS if soft == resource.RLIM_INFINITY else min(soft, _MOST_NUMBERS)
+    lowest = most // 2  # ordinary files have the lowest numbers that are free
+    try:
+        return fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, lowest + next(_numbers) % max(1, most - lowest - 16))
+    finally:
+        os.close(descriptor)
 
 
 class ReservedPort:

@@ -27,13 +27,24 @@ def export(run: Run, path: str | Path) -> Path:
 
 def events(run: Run) -> list[dict[str, Any]]:
     """The trace events, times in microseconds."""
-    return [event for rank in run.ranks for event in _rank_events(rank)]
+    return [event for rank in run.ranks for event in _rank_events(rank, run.who)] + _changes(run)
 
 
-def _rank_events(rank: RankTrace) -> list[dict[str, Any]]:
+def _changes(run: Run) -> list[dict[str, Any]]:
+    """What became of the ranks of an elastic run, as marks across all of them."""
+    if run.story is None or run.began_wall_ns is None:
+        return []
+    began = run.began_wall_ns
+    return [
+        {"ph": "i", "s": "g", "name": str(event), "pid": 0, "tid": 0, "ts": (event.at_ns - began) / 1000}
+        for event in run.story.events
+    ]
+
+
+def _rank_events(rank: RankTrace, who: str) -> list[dict[str, Any]]:
     threads = _thread_numbers(rank)
     found: list[dict[str, Any]] = [
-        _named("process_name", rank.rank, 0, f"rank {rank.rank} on {rank.header.get('host', '?')}"),
+        _named("process_name", rank.rank, 0, f"{who} {rank.rank} on {rank.header.get('host', '?')}"),
     ]
     found += [
         _named("thread_name", rank.rank, number, "training" if number == 0 else f"thread {number}")

@@ -19,6 +19,7 @@ from phalanx.launch.records import status
 from phalanx.launch.rundir import RunDirectory
 from phalanx.observe import trace
 from phalanx.observe.figures.buckets import bucket_rows
+from phalanx.observe.figures.changes import changes, marks, workers_over_time
 from phalanx.observe.figures.findings import findings
 from phalanx.observe.figures.memory import UNSHARDED, memory_rows
 from phalanx.observe.figures.tails import tails
@@ -27,6 +28,7 @@ from phalanx.observe.run import RankTrace, Run, Scalar
 from phalanx.observe.stats import (
     hidden_share,
     lateness,
+    longest_together,
     loss_progress,
     median_pass_ns,
     passes,
@@ -76,6 +78,9 @@ def render(run: Run) -> str:
         tiles=tiles(run),
         findings=findings(run),
         failure=run.facts.get("failure"),
+        who=run.who,
+        changes=changes(run),
+        is_elastic=run.story is not None and bool(run.story.generations),
         times=times,
         lateness=lateness(run),
         buckets=bucket_rows(run),
@@ -96,6 +101,9 @@ def page_data(run: Run) -> dict[str, Any]:
     """What the charts are drawn from."""
     names = [*_CURVES, *_extra_curves(run)]
     return {
+        "who": run.who,
+        "elastic": workers_over_time(run),
+        "marks": marks(run),
         "timeline": timeline(run),
         "times": [vars(rank_times(rank)) for rank in run.ranks],
         "lateness": [vars(late) for late in lateness(run)],
@@ -107,17 +115,19 @@ def page_data(run: Run) -> dict[str, Any]:
 def tiles(run: Run) -> list[tuple[str, str, str]]:
     """The figures at the top: name, value, and what it is made of."""
     found: list[tuple[str, str, str]] = []
-    seconds = run.facts.get("seconds") or run.duration_ns / 1e9
-    found.append(("Duration", _seconds(seconds), f"{len(run.ranks) or run.facts.get('nproc', '?')} ranks"))
+    # Of an elastic run whose launcher was killed, and that was not traced, its record tells how long it went on at least.
+    seconds = run.facts.get("seconds") or run.duration_ns / 1e9 or (workers_over_time(run) or {}).get("until", 0.0)
+    found.append(("Duration", _seconds(seconds), _people(run)))
     first = run.ranks[0] if run.ranks else None
     if first is None:
         return found + _tiles_of_pulses(run)
     startup = startup_ns(run)
     if startup is not None:
         found.append(("Start-up", _seconds(startup / 1e9), "until the first forward"))
+    together = longest_together(run)
     usual = median_pass_ns(run)
     if usual is not None:
-        found.append(("Typical pass", f"{usual / 1e6:.1f} ms", _passes_in_words(run)))
+        found.append(("Typical pass", f"{usual / 1e6:.1f} ms", _passes_in_words(together[0])))
     share = hidden_share(run)
     if share is not None:
         found.append(("Hidden", f"{share:.0%}", "of communication, behind compute"))
@@ -138,9 +148,18 @@ def tiles(run: Run) -> list[tuple[str, str, str]]:
     return found
 
 
+def _people(run: Run) -> str:
+    if run.story is None or not run.story.generations:
+        return f"{len(run.ranks) or run.facts.get('nproc', '?')} ranks"
+    worlds = [len(one.members) for one in run.story.generations]
+    ranks = f"{min(worlds)} to {max(worlds)}" if min(worlds) < max(worlds) else f"{max(worlds)}"
+    workers = {worker for one in run.story.generations for worker in one.members}
+    return f"{ranks} ranks, {len(workers)} workers in all"
+
+
 def _tiles_of_pulses(run: Run) -> list[tuple[str, str, str]]:
     """What the ranks of an untraced run said of themselves last."""
-    ranks = status.read(RunDirectory(run.path))
+    ranks = status.read(RunDirectory(run.path), run.story)
     found = []
     if any(one.step for one in ranks):
         rate = min(one.steps_per_s for one in ranks)
@@ -175,8 +194,7 @@ def _seconds(seconds: float) -> str:
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
 
 
-def _passes_in_words(run: Run) -> str:
-    first = run.ranks[0]
+def _passes_in_words(first: RankTrace) -> str:
     count = len(passes(first))
     reductions = len(first.named(trace.REDUCE)) / count
     return f"{count} passes, {reductions:.3g} reductions each"
@@ -191,7 +209,9 @@ def _curve(run: Run, name: str) -> list[dict[str, Any]]:
     for rank in run.ranks:
         points = _thin(rank.curve(name))
         if points:
-            by_step = all(point.step is not None for point in points)
+            # Backwards are counted by each worker for itself: one who came to an elastic run began to count later.
+            is_own_count = run.story is not None and name == trace.SEEN_LOSS
+            by_step = all(point.step is not None for point in points) and not is_own_count
             curves.append(
                 {
                     "rank": rank.rank,

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.errors import StateError
+from phalanx.launch.elastic.history import tell
+from phalanx.launch.elastic.story import Story
 from phalanx.launch.rundir import RunDirectory, refuse_special
 from phalanx.observe import trace
 
@@ -82,6 +84,13 @@ class Run:
     ranks: list[RankTrace]
     began_wall_ns: int | None = None
     """The wall clock at the run's first event."""
+    story: Story | None = None
+    """What became of the ranks of an elastic run. Its traces are by worker: a rank may be another one later."""
+
+    @property
+    def who(self) -> str:
+        """What a trace is of: a rank, or a worker of an elastic run."""
+        return "rank" if self.story is None else "worker"
 
     @property
     def duration_ns(self) -> int:
@@ -115,7 +124,7 @@ def load(path: str | Path) -> Run:
         ranks = [_place(events, zero) for events, zero in zip(raw, zeros, strict=True)]
     except TypeError as error:
         raise StateError(f"{root} is malformed: an event holds a moment that is none ({error}).") from error
-    return Run(root, facts, ranks, min(wall, default=None))
+    return Run(root, facts, ranks, min(wall, default=None), tell(directory))
 
 
 @dataclass

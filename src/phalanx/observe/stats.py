@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from phalanx.observe import trace
+from phalanx.observe.generations import parts
 from phalanx.observe.intervals import Interval, clip, difference, intersection, length, union
 from phalanx.observe.run import RankTrace, Run, Scalar, Span
 
@@ -147,22 +148,36 @@ def passes(rank: RankTrace) -> list[Pass]:
 
 def lateness(run: Run) -> list[Lateness]:
     """Who kept the others waiting. Empty with fewer than two ranks or no complete pass."""
-    arrivals = [[one.arrival for one in passes(rank)] for rank in run.ranks]
+    found: dict[int, list[_Late]] = {}
+    for part in parts(run):
+        for rank, late in _lateness_of(part.ranks):
+            found.setdefault(rank, []).append(late)
+    totals = {rank: [sum(column) for column in zip(*each, strict=True)] for rank, each in sorted(found.items())}
+    return [
+        Lateness(rank, mean_ns=behind / count, share_last=num_last / count, caused_ns=int(caused))
+        for rank, (count, behind, num_last, caused) in totals.items()
+    ]
+
+
+_Late = tuple[int, int, int, int]
+"""Over some passes: how many, how far behind the first in all, how often last, how long the others waited for it."""
+
+
+def _lateness_of(ranks: Sequence[RankTrace]) -> list[tuple[int, _Late]]:
+    """Of ranks that trained together."""
+    arrivals = [[one.arrival for one in passes(rank)] for rank in ranks]
     count = min((len(times) for times in arrivals), default=0)
     if len(arrivals) < 2 or count == 0:
         return []
     firsts = [min(times[k] for times in arrivals) for k in range(count)]
     lasts = [max(times[k] for times in arrivals) for k in range(count)]
     idle = [sum(lasts[k] - times[k] for times in arrivals) for k in range(count)]
-    return [
-        Lateness(
-            rank=rank.rank,
-            mean_ns=statistics.fmean(times[k] - firsts[k] for k in range(count)),
-            share_last=sum(times[k] == lasts[k] for k in range(count)) / count,
-            caused_ns=sum(idle[k] for k in range(count) if times[k] == lasts[k]),
-        )
-        for rank, times in zip(run.ranks, arrivals, strict=True)
-    ]
+    found = []
+    for rank, times in zip(ranks, arrivals, strict=True):
+        was_last = [k for k in range(count) if times[k] == lasts[k]]
+        behind = sum(times[k] - firsts[k] for k in range(count))
+        found.append((rank.rank, (count, behind, len(was_last), sum(idle[k] for k in was_last))))
+    return found
 
 
 def bucket_times(run: Run) -> list[BucketTimes]:
@@ -213,8 +228,8 @@ def typical_pass(lengths: Sequence[int]) -> int | None:
 
 
 def median_pass_ns(run: Run) -> int | None:
-    """The length of the typical pass."""
-    lengths = pass_lengths([passes(rank) for rank in run.ranks])
+    """The length of the typical pass; of an elastic run, of those who trained together for the longest time."""
+    lengths = pass_lengths([passes(rank) for rank in longest_together(run)])
     usual = typical_pass(lengths)
     return None if usual is None else lengths[usual]
 
@@ -229,12 +244,25 @@ class Progress:
 
 def loss_progress(run: Run) -> Progress | None:
     """The loss at the first step, and over the last `SMOOTHED_STEPS` of them: means over the ranks. None without any."""
-    curves = [[point.value for point in loss_curve(rank) if math.isfinite(point.value)] for rank in run.ranks]
-    known = [curve for curve in curves if curve]
+    known = [curves for curves in (_finite_losses(part.ranks) for part in parts(run)) if curves]
     if not known:
         return None
-    last = statistics.fmean(recent_mean(curve) for curve in known)
-    return Progress(statistics.fmean(curve[0] for curve in known), last)
+    # Of an elastic run those who began, and those who are there at last.
+    last = statistics.fmean(recent_mean(curve) for curve in known[-1])
+    return Progress(statistics.fmean(curve[0] for curve in known[0]), last)
+
+
+def _finite_losses(ranks: Sequence[RankTrace]) -> list[list[float]]:
+    curves = [[point.value for point in loss_curve(rank) if math.isfinite(point.value)] for rank in ranks]
+    return [curve for curve in curves if curve]
+
+
+def longest_together(run: Run) -> list[RankTrace]:
+    """All ranks; of an elastic run those who trained together for the longest time."""
+    found = [part.ranks for part in parts(run)]
+    if len(found) == 1:
+        return found[0]
+    return max(found, key=lambda ranks: max(len(passes(rank)) for rank in ranks), default=[])
 
 
 def recent_mean(values: Sequence[float]) -> float:
@@ -249,14 +277,14 @@ def loss_curve(rank: RankTrace) -> list[Scalar]:
 
 def tokens_per_s(run: Run) -> float | None:
     """All ranks together, over the second half of the run, when it has settled; None where the script says nothing."""
-    halves = [_second_half([point.value for point in rank.curve(trace.TOKENS_PER_S)]) for rank in run.ranks]
+    halves = [_second_half([point.value for point in rank.curve(trace.TOKENS_PER_S)]) for rank in longest_together(run)]
     return sum(statistics.fmean(half) for half in halves if half) if any(halves) else None
 
 
 def samples_per_s(run: Run) -> float | None:
     """Samples that went through the model, all ranks together, over the second half of the passes; None if not seen."""
     total = 0.0
-    for rank in run.ranks:
+    for rank in longest_together(run):
         half = _second_half(passes(rank))
         seconds = (half[-1].end - half[0].start) / 1e9 if half else 0.0
         if seconds > 0:
@@ -268,7 +296,9 @@ def samples_per_s(run: Run) -> float | None:
 def startup_ns(run: Run) -> int | None:
     """From the launcher's start to the first forward of the slowest rank; None where either is not known."""
     began = run.facts.get("started_ns")
-    firsts = [min((span.start for span in rank.named(trace.FORWARD)), default=None) for rank in run.ranks]
+    first = parts(run)[:1]  # whoever came later to an elastic run was not waited for
+    ranks = first[0].ranks if first else []
+    firsts = [min((span.start for span in rank.named(trace.FORWARD)), default=None) for rank in ranks]
     known = [first for first in firsts if first is not None]
     if not isinstance(began, int) or not known or run.began_wall_ns is None:
         return None

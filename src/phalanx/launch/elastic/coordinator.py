@@ -8,6 +8,7 @@ become of it.
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +24,11 @@ from phalanx.launch.store import RunStore
 
 _LOOK_S = 0.25  # how often the workers' signs of life are looked at
 _STRAGGLES_S = 10.0  # one that all others have waited for, for so long, is named
+_TOLD = ("lost", "fenced", "left", "scale", "forming")
+"""Records that whoever goes on is told of: why its ranks are others than before."""
+
+_TOLD_AT_ONCE = ("straggler", "woken")
+"""Records that are told to those who train, since nothing changes by them."""
 
 
 @dataclass
@@ -67,6 +73,9 @@ class Coordinator:
         self._next_worker = 0
         self._has_committed = False
         self._has_trained: set[int] = set()  # workers of any generation so far
+        self._started_at: dict[int, float] = {}
+        self._fenced: set[int] = set()  # ended by our own hand: no news when their processes do
+        self._since: list[dict[str, Any]] = []  # records since the ranks went on last; told to those who go on next
         self.failure = ""
         """Why the run was given up, if it was."""
 
@@ -98,6 +107,7 @@ class Coordinator:
     def connect(self, now: float) -> tuple[int, socket.socket]:
         """A worker is about to be started: its number, and its end of the socket, for the caller to hand over and close."""
         worker, self._next_worker = self._next_worker, self._next_worker + 1
+        self._started_at[worker] = now
         ours, theirs = socket.socketpair()
         self._lines[worker], self._pages[worker] = Line(ours), Page.make(f"page-{worker}")
         self._do(self.membership.started(worker, now))
@@ -111,17 +121,17 @@ class Coordinator:
     def could_not_start(self, why: str, now: float) -> None:
         self._do(self.membership.could_not_start(why, now))
 
-    def ended(self, worker: int, well: bool, now: float) -> None:
-        """A worker's process has ended."""
+    def ended(self, worker: int, well: bool, now: float, code: int | None = None) -> None:
+        """A worker's process has ended, with this exit code."""
         self.hear(worker, now)  # what it said last, before it is forgotten
         line, page = self._lines.pop(worker, None), self._pages.pop(worker, None)
         if line is not None and page is not None:
             line.close()
             page.close()
-        member = worker in self.membership.members
+        # Before anything is done about it: those who go on are told why.
+        if self._rank_of(worker) is not None and not well and worker not in self._fenced:
+            self._note("lost", worker, code=code)
         self._do(self.membership.ended(worker, well, now))
-        if member and not well:
-            self._notice({"event": "lost", "worker": worker, "generation": self.membership.generation})
 
     def hear(self, worker: int, now: float) -> None:
         """Take what a worker has said."""
@@ -145,11 +155,11 @@ class Coordinator:
             self._do(self.membership.silent(silent, now))
         late = self._silence.straggler(self._pages, self.membership.members, _STRAGGLES_S)
         if late is not None and self.membership.state is RunState.RUNNING:
-            self._notice({"event": "straggler", "worker": late[0], "seconds": round(late[1], 1)})
+            self._note("straggler", late[0], seconds=round(late[1], 1))
 
     def scale(self, wanted: int, now: float) -> None:
         """Train with so many workers from now on."""
-        self._notice({"event": "scale", "wanted": wanted})
+        self._note("scale", wanted=wanted)
         self._do(self.membership.scale(wanted, now))
 
     def close(self) -> None:
@@ -174,7 +184,7 @@ class Coordinator:
         elif kind == "committed":
             self._has_committed = True
             self._do(current.committed(now))
-            self._notice({"event": "gets on", "generation": current.generation, "step": message["version"]})
+            self._note("gets on", step=message["version"])
             self._forget_old()
         elif kind == "pausing":
             for other in current.members:
@@ -184,7 +194,9 @@ class Coordinator:
             self._do(current.wants_to_leave(worker, now))
         elif kind == "event":
             facts = {key: value for key, value in message.items() if key not in ("is", "what")}
-            self._notice({"event": message.get("what", ""), "worker": worker, **facts})
+            self._note(message.get("what", ""), worker, **facts)
+            if message.get("what") == "formed":
+                self._forget_told(facts["generation"])
 
     # -- out -----------------------------------------------------------------------------------
 
@@ -194,10 +206,11 @@ class Coordinator:
                 case Start(count):
                     self._start(count)
                 case Kill(worker, why):
-                    self._notice({"event": "fenced", "worker": worker, "why": why})
+                    self._fenced.add(worker)
+                    self._note("fenced", worker, why=why)
                     self._kill(worker, why)
                 case Wake(worker):
-                    self._notice({"event": "woken", "worker": worker})
+                    self._note("woken", worker)
                     self._wake(worker)
                 case Break(number, members, by):
                     for worker in members:
@@ -210,12 +223,44 @@ class Coordinator:
                 case Form(number, members):
                     self._form(number, members)
                 case Dismiss(worker):
+                    self._note("left", worker)
                     if worker in self._lines:
                         self._lines[worker].send({"is": "dismiss"})
                 case GiveUp(why):
                     self.failure = why
 
+    def _note(self, what: str, worker: int | None = None, **facts: Any) -> None:
+        """Something has happened: for the run's record, and for whoever goes on."""
+        record = {"at_ns": time.time_ns(), "event": what, "generation": self._number}
+        if worker is not None:
+            record |= {"worker": worker, "rank": self._rank_of(worker)}
+        record |= facts
+        if what in _TOLD:
+            self._since.append(record)
+        elif what in _TOLD_AT_ONCE:
+            for member in self.membership.members:
+                if member in self._lines:
+                    self._lines[member].send({"is": "note", "record": record})
+        self._notice(record)
+
+    @property
+    def _number(self) -> int:
+        return self._generations[-1].number if self._generations else 0
+
+    def _rank_of(self, worker: int) -> int | None:
+        """In the newest generation that was formed. Not `membership`'s: it is ahead of what has been done."""
+        members = self._generations[-1].members if self._generations else ()
+        return members.index(worker) if worker in members else None
+
+    def _forget_told(self, number: int) -> None:
+        """The members of this generation know all that came before it."""
+        formed = [at for at, one in enumerate(self._since) if one["event"] == "forming" and one["generation"] == number]
+        if formed:
+            del self._since[: formed[0] + 1]
+
     def _form(self, number: int, members: tuple[int, ...]) -> None:
+        there, now = self._generations[-1].members if self._generations else (), time.monotonic()
+        came = [[worker, round(now - self._started_at[worker], 3)] for worker in members if worker not in there]
         before = next((one for one in reversed(self._generations) if one.version() != VOID), None)
         if before is None and self._has_committed and not self._has_trained & set(members):
             self._do(self.membership.lost_state())
@@ -225,6 +270,7 @@ class Coordinator:
         made = Generation(number, members, store, store.renew())
         made.files = [Files(f"state-{number}-{rank}") for rank in range(len(members))]
         self._generations.append(made)
+        self._note("forming", members=list(members), came=came)
         for rank, worker in enumerate(members):
             line = self._lines.get(worker)
             if line is None:
@@ -241,6 +287,7 @@ class Coordinator:
                     "members_before": [] if before is None else before.members,
                     "version": VOID if before is None else before.version(),
                     "has_committed": self._has_committed,
+                    "since": self._since,
                 }
             )
 

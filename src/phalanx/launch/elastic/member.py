@@ -47,6 +47,8 @@ class Formed:
     """Which version of it; VOID if there is none."""
     has_committed: bool
     """Whether any generation has completed a step."""
+    since: tuple[dict[str, Any], ...] = ()
+    """What has happened since ranks of this run went on last, as `story` reads it."""
 
     @property
     def world(self) -> int:
@@ -64,6 +66,7 @@ class Formed:
             tuple(message["members_before"]),
             message["version"],
             message["has_committed"],
+            tuple(message.get("since", ())),
         )
 
 
@@ -78,6 +81,7 @@ class Member:
         self._pause_at: int | None = None
         self._has_told = False  # whether the coordinator knows that this generation gets on
         self._wants_to_leave = False
+        self._notes: list[dict[str, Any]] = []
 
     @classmethod
     def of(cls, environ: Mapping[str, str]) -> Member | None:
@@ -135,12 +139,19 @@ class Member:
                     at = version + _STEPS_AHEAD
                     self._line.send({"is": "pausing", "at": at})
                 self._pause_at = int(at)
+            elif message["is"] == "note":
+                self._notes.append(message["record"])
             message = self._line.receive()
         return self._pause_at is not None and version >= self._pause_at
 
     def leave(self) -> None:
         """Ask, when the step under way is done, to be left out of the next generation. Safe in a signal's handler."""
         self._wants_to_leave = True
+
+    def take_notes(self) -> list[dict[str, Any]]:
+        """What has happened meanwhile without a change of ranks."""
+        taken, self._notes = self._notes, []
+        return taken
 
     def tell(self, what: str, **facts: Any) -> None:
         """Something that the run's record should have."""

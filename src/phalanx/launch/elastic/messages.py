@@ -10,9 +10,10 @@
 
     the coordinator says
     {"is": "form", "generation", "rank", "members", "store", "images", "before", "members_before", "version",
-     "has_committed"}
+     "has_committed", "since": records (`story`) since the ranks went on last}
     {"is": "pause"}                                        to rank 0: choose a version to pause at
     {"is": "pause", "at"}                                  to the others: come to the meeting when that version is committed
+    {"is": "note", "record"}                               something that happened and changes nobody's rank
     {"is": "dismiss"}                                      end well
 
 Must not know what is done about it.

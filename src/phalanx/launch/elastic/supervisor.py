@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import os
 import select
+import signal
 import socket
 import time
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.launch.elastic.coordinator import Coordinator
-from phalanx.launch.elastic.membership import Limits, WorkerState
+from phalanx.launch.elastic.membership import Limits
 from phalanx.launch.logs import RankLogs
 from phalanx.launch.rendezvous import Rendezvous
 from phalanx.launch.start.order import Order
@@ -44,6 +45,7 @@ class ElasticSupervisor:
         self._round: Round | None = None
         self._coordinator = Coordinator(limits, self._ask, self._team.kill_one, self._team.wake_one, self._note)
         self._slots: dict[int, int] = {}  # which place on this host (a core, a GPU) each worker has
+        self._gives_back = False
         self._asked = 0  # workers to be started when the event under way has been dealt with
 
     first_rank = 0
@@ -60,6 +62,7 @@ class ElasticSupervisor:
 
     def run(self, before_start: Callable[[], None] = lambda: None) -> bool:
         """True when those who trained last ended well. Raises Interrupted; the workers have ended then, too."""
+        before = signal.signal(signal.SIGUSR1, self._shrink)
         try:
             with self._team.ended_with(self._crew.grace_s):
                 self._round = self._rendezvous.next_round()
@@ -71,7 +74,12 @@ class ElasticSupervisor:
                     self._look()
                 return not self._coordinator.failure
         finally:
+            signal.signal(signal.SIGUSR1, before)
             self._coordinator.close()
+
+    def _shrink(self, *_: object) -> None:
+        # A batch system is about to take the host back, in part or soon. Not here: this is in the midst of anything.
+        self._gives_back = True
 
     def _look(self) -> None:
         """Deal with what has happened, or wait for something to."""
@@ -87,8 +95,8 @@ class ElasticSupervisor:
                 self._coordinator.hear(lines[descriptor], time.monotonic())
         for worker, exitcode in self._team.newly_ended().items():
             self._slots.pop(worker, None)
+            self._coordinator.ended(worker, exitcode == 0, time.monotonic(), exitcode)
             self._note({"event": "ended", "worker": worker, "code": exitcode})
-            self._coordinator.ended(worker, exitcode == 0, time.monotonic())
         now = time.monotonic()
         if self._coordinator.deadline is not None and now >= self._coordinator.deadline:
             self._coordinator.tick(now)
@@ -96,6 +104,9 @@ class ElasticSupervisor:
         self._start()
 
     def _look_for_scale(self) -> None:
+        if self._gives_back:
+            self._gives_back = False
+            self._coordinator.scale(self._limits.fewest, time.monotonic())
         try:
             wanted = int(self._scale_file.read_text())
             self._scale_file.unlink()
@@ -116,7 +127,7 @@ class ElasticSupervisor:
             worker, theirs = self._coordinator.connect(time.monotonic())
             try:
                 self._team.start({worker: self._order(worker, theirs, joins)})
-                self._note({"event": "started", "worker": worker, "joins": joins})
+                self._note({"event": "started", "worker": worker, "pid": self._team.pid(worker)})
             except OSError as error:
                 self._note({"event": "not started", "worker": worker, "why": str(error)})
                 self._coordinator.ended(worker, False, time.monotonic())
@@ -138,10 +149,5 @@ class ElasticSupervisor:
         stdout, stderr = self._logs.prepare(environ)
         return Order(crew.command, environ, stdout, stderr, stdin=standard_input(), kept=(theirs.fileno(),))
 
-    def _note(self, event: dict[str, Any]) -> None:
-        members = self._coordinator.membership.members if hasattr(self, "_coordinator") else ()
-        worker = event.get("worker")
-        known = self._coordinator.membership.workers if members else {}
-        rank = members.index(worker) if worker in members else None
-        live = sum(state not in (WorkerState.LEFT, WorkerState.DEAD) for state in known.values())
-        self._events({"at_ns": time.time_ns(), **event, "rank": rank, "live": live})
+    def _note(self, record: dict[str, Any]) -> None:
+        self._events({"at_ns": time.time_ns(), **record})

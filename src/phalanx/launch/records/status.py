@@ -8,9 +8,10 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
+from phalanx.launch.elastic.story import Story, What
 from phalanx.launch.rundir import RunDirectory
 
 # Below this difference between ranks, in shares of their time, nobody is the slowest.
@@ -18,7 +19,7 @@ _NOTEWORTHY_WAITING = 0.05
 # A rank that has waited so long is not in an ordinary step any more.
 _LONG_WAIT_S = 2.0
 _STALE_S = 5.0
-_NO_NUMBERS = ("state", "loss", "apart")
+_NO_NUMBERS = ("state", "loss", "apart", "worker")
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,8 @@ class RankStatus:
     wall_s: float
     apart: bool = False
     """Whether it trains by itself though it has joined the others."""
+    worker: int | None = None
+    """In an elastic run: its number among all workers that the run ever had; `rank` is what it is now."""
 
     @property
     def silent_s(self) -> float:
@@ -45,12 +48,16 @@ class RankStatus:
         return age if age > _STALE_S else 0.0
 
 
-def read(directory: RunDirectory) -> list[RankStatus]:
-    """The ranks of the latest start that have written anything yet, by number."""
+def read(directory: RunDirectory, story: Story | None = None) -> list[RankStatus]:
+    """The ranks of the latest start that have written anything yet, by number; of an elastic run those that train now."""
     attempt = directory.last_attempt()
     files = sorted(attempt.glob("rank-*/status.json")) if attempt is not None else []
-    found = [_read_one(file) for file in files]
-    return sorted((one for one in found if one is not None), key=lambda one: one.rank)
+    found = [one for one in map(_read_one, files) if one is not None]
+    if story is not None:
+        # A worker's files are named by its number, and stay when it is gone.
+        ranks = story.ranks
+        found = [replace(one, rank=ranks[one.rank], worker=one.rank) for one in found if one.rank in ranks]
+    return sorted(found, key=lambda one: one.rank)
 
 
 def _read_one(path: Path) -> RankStatus | None:
@@ -82,7 +89,7 @@ def waited_for(ranks: Sequence[RankStatus]) -> list[int]:
     return [one.rank for one in ranks if one.state != "waiting"] if waiting else []
 
 
-def line(ranks: Sequence[RankStatus], world: int) -> str:
+def line(ranks: Sequence[RankStatus], world: int, story: Story | None = None) -> str:
     """All of it in one line."""
     if not ranks:
         return "starting"
@@ -96,9 +103,19 @@ def line(ranks: Sequence[RankStatus], world: int) -> str:
     losses = [one.loss for one in ranks if one.loss is not None]
     if losses:
         pieces.append(f"loss {sum(losses) / len(losses):.4g}")
-    pieces += _people(ranks, world)
+    pieces += _people(ranks, world if story is None else len(ranks))
+    if story is not None:
+        pieces.append(_changes(story))
     pieces.append(f"{max(one.resident for one in ranks) / 1e6:,.0f} MB at most")
     return " · ".join(pieces)
+
+
+def _changes(story: Story) -> str:
+    """Who trains, and who does not any more or yet, in an elastic run."""
+    lost, coming = story.count(What.LOST) + story.count(What.FENCED), len(story.coming)
+    besides = [f"{lost} lost"] * bool(lost) + [f"{coming} coming"] * bool(coming)
+    ranks = f"{len(story.ranks)} rank{'s' * (len(story.ranks) != 1)}"
+    return f"{ranks} ({', '.join(besides)})" if besides else ranks
 
 
 def _people(ranks: Sequence[RankStatus], world: int) -> list[str]:

@@ -47,6 +47,10 @@ class Team:
                 for ranks in (self._heard, self.terminated, self._killed):
                     ranks.discard(local_rank)
 
+    def pid(self, local_rank: int) -> int:
+        """Of a worker that was started."""
+        return self._children[local_rank].pid
+
     def wait(self, timeout_s: float) -> None:
         """Return when a worker ends, or after `timeout_s`."""
         wait_for_any(self._children.values(), timeout_s)

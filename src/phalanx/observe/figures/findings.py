@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from phalanx.observe import trace
+from phalanx.observe.figures.changes import in_words
 from phalanx.observe.figures.memory import UNSHARDED, memory_rows
 from phalanx.observe.run import Run
 from phalanx.observe.stats import (
@@ -40,6 +41,7 @@ def findings(run: Run) -> list[Finding]:
     """Everything worth saying about the run, the worst first."""
     found = [
         *_ending(run),
+        *_changes(run),
         *_missing(run),
         *_losses(run),
         *_warnings(run),
@@ -63,13 +65,21 @@ def _ending(run: Run) -> list[Finding]:
     if state == "running":
         return [Finding("info", "The run has not ended yet, or its launcher was killed.")]
     if state == "finished":
-        return [Finding("good", "The run finished; every rank ended well.")]
+        who = "every rank ended well" if run.story is None else "every rank that was there at last ended well"
+        return [Finding("good", f"The run finished; {who}.")]
     return []
+
+
+def _changes(run: Run) -> list[Finding]:
+    words = in_words(run)
+    return [Finding("info", words)] if words else []
 
 
 def _missing(run: Run) -> list[Finding]:
     if not run.ranks:
         return [Finding("info", "The run was not traced. Start it with phalanx run --trace for timelines.")]
+    if run.story is not None:
+        return []  # workers come and go, all of this host
     world = max(rank.header.get("world") or len(run.ranks) for rank in run.ranks)
     missing = sorted(set(range(world)) - {rank.rank for rank in run.ranks})
     if not missing:
@@ -84,7 +94,7 @@ def _losses(run: Run) -> list[Finding]:
         broken = next((point for point in points if not math.isfinite(point.value)), None)
         if broken is not None:
             where = f"step {broken.step}" if broken.step is not None else f"{broken.at / 1e9:.1f} s"
-            return [Finding("bad", f"The loss of rank {rank.rank} became {broken.value} at {where}.")]
+            return [Finding("bad", f"The loss of {run.who} {rank.rank} became {broken.value} at {where}.")]
     return _same_data(run)
 
 
@@ -113,7 +123,7 @@ def _warnings(run: Run) -> list[Finding]:
                 ranks.setdefault(text, set()).add(rank.rank)
     found = []
     for text, count in seen.most_common(20):
-        who = f"rank {min(ranks[text])}" if len(ranks[text]) == 1 else f"{len(ranks[text])} ranks"
+        who = f"{run.who} {min(ranks[text])}" if len(ranks[text]) == 1 else f"{len(ranks[text])} {run.who}s"
         times = "" if count == len(ranks[text]) else f", {count} times"
         found.append(Finding("warn", f"Warning on {who}{times}: {text}"))
     return found
@@ -142,9 +152,9 @@ def _stragglers(run: Run) -> list[Finding]:
     return [
         Finding(
             "warn",
-            f"Rank {worst.rank} kept the others waiting for {worst.caused_ns / 1e9:.2f} s, {share:.0%} of their time: it "
-            f"was the last to finish backward in {worst.share_last:.0%} of passes. Look for more work, a busier core or "
-            "slower data there.",
+            f"{run.who.capitalize()} {worst.rank} kept the others waiting for {worst.caused_ns / 1e9:.2f} s, {share:.0%} of "
+            f"their time: it was the last to finish backward in {worst.share_last:.0%} of passes. Look for more work, a "
+            "busier core or slower data there.",
         )
     ]
 

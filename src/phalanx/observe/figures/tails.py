@@ -23,7 +23,8 @@ def tails(run: Run) -> list[tuple[str, str]]:
         for stream, path in (("stdout", files.stdout), ("stderr", files.stderr)):
             text = _tail(path)
             if text:
-                found.append((f"rank {int(folder.name[5:])}, {stream}" if folder.name[5:].isdigit() else stream, text))
+                number = folder.name[5:]
+                found.append((f"{run.who} {int(number)}, {stream}" if number.isdigit() else stream, text))
     return found
 
 

@@ -6,9 +6,10 @@ from bisect import bisect_left
 from typing import Any
 
 from phalanx.observe import trace
+from phalanx.observe.generations import Part, parts
 from phalanx.observe.intervals import clip, difference, rows
 from phalanx.observe.run import RankTrace, Run, Span
-from phalanx.observe.stats import COMMUNICATION, COMPUTE, pass_lengths, passes, typical_pass, working
+from phalanx.observe.stats import COMMUNICATION, COMPUTE, pass_lengths, passes, working
 
 MOST_PASSES = 24
 MOST_RANKS = 16
@@ -18,22 +19,38 @@ MOST_LENGTHS = 600
 
 def timeline(run: Run) -> dict[str, Any]:
     """A JSON value: which passes and ranks are drawn, and their bars in ms from the pass's start."""
-    drawn = [_Drawn(rank) for rank in _drawn_ranks(run.ranks)]
-    # Of all ranks, drawn or not: the figures at the top of the page are made of the same.
-    lengths = pass_lengths([passes(rank) for rank in run.ranks])
-    chosen = _telling_passes(lengths)
+    together = [_Together(part) for part in parts(run)]
+    # Passes of all generations in a row, each with who made it and its place among theirs.
+    whole = [(one, index) for one in together for index in range(len(one.lengths))]
+    lengths = [one.lengths[index] for one, index in whole]
+    begins = [at for at, (_, index) in enumerate(whole) if index == 0]
+    names = {at: f"generation {whole[at][0].part.number}" for at in begins[1:]}
+    chosen = _telling_passes(lengths, begins)
     return {
-        "left_out_ranks": len(run.ranks) - len(drawn),
-        "num_passes": len(lengths),
+        "left_out_ranks": max((one.num_left_out for one in together), default=0),
+        "num_passes": len(whole),
         "lengths": _lengths(lengths),
-        "passes": [_pass_value(drawn, index, label, lengths[index]) for index, label in chosen],
+        "changes": begins[1:],
+        "passes": [_pass_value(*whole[at], at, label or names.get(at, "")) for at, label in chosen],
     }
+
+
+class _Together:
+    """Ranks that trained together: passes are matched among them by their order."""
+
+    def __init__(self, part: Part) -> None:
+        self.part = part
+        self.drawn = [_Drawn(rank) for rank in _drawn_ranks(part.ranks)]
+        self.num_left_out = len(part.ranks) - len(self.drawn)
+        # Of all ranks, drawn or not: the figures at the top of the page are made of the same.
+        self.lengths = pass_lengths([passes(rank) for rank in part.ranks])
 
 
 class _Drawn:
     """One rank, prepared so that cutting a pass out of a long run is quick."""
 
     def __init__(self, rank: RankTrace) -> None:
+        self.trace = rank
         self.rank = rank.rank
         self.passes = passes(rank)
         self.busy = working(rank)
@@ -64,12 +81,16 @@ def _drawn_ranks(ranks: list[RankTrace]) -> list[RankTrace]:
     return [ranks[index * (len(ranks) - 1) // (MOST_RANKS - 1)] for index in range(MOST_RANKS)]
 
 
-def _telling_passes(lengths: list[int]) -> list[tuple[int, str]]:
-    count, usual = len(lengths), typical_pass(lengths)
-    if usual is None:
+def _telling_passes(lengths: list[int], begins: list[int]) -> list[tuple[int, str]]:
+    count = len(lengths)
+    if count == 0:
         return []
-    slowest = max(range(1, count) if count > 1 else range(count), key=lambda k: lengths[k])
+    # The first of ranks that are together anew makes what all others use.
+    steady = [k for k in range(count) if k not in begins] or list(range(count))
+    usual = sorted(steady, key=lambda k: lengths[k])[len(steady) // 2]
+    slowest = max(steady, key=lambda k: lengths[k])
     labels = {0: "first", count - 1: "last", slowest: "slowest", usual: "typical"}
+    labels |= {at: labels.get(at, "") for at in begins[:MOST_PASSES]}
     spread = {index * (count - 1) // max(1, MOST_PASSES - 5) for index in range(MOST_PASSES - 4)}
     return [(k, labels.get(k, "")) for k in sorted(spread | set(labels))]
 
@@ -82,15 +103,16 @@ def _lengths(whole: list[int]) -> list[list[float]]:
     return [[k, round(whole[k] / 1e6, 4)] for k in chosen]
 
 
-def _pass_value(drawn: list[_Drawn], index: int, label: str, length: int) -> dict[str, Any]:
+def _pass_value(together: _Together, index: int, at: int, label: str) -> dict[str, Any]:
+    drawn = together.drawn
     start = min(one.passes[index].start for one in drawn)
     end = max(one.passes[index].end for one in drawn)
     return {
-        "index": index,
+        "index": at,
         "label": label,
         "ms": round((end - start) / 1e6, 4),  # of the picture, from the first rank's start to the last one's end
-        "length": round(length / 1e6, 4),
-        "ranks": [_rank_value(one, start, end) for one in drawn],
+        "length": round(together.lengths[index] / 1e6, 4),
+        "ranks": [{"name": together.part.name(one.trace), **_rank_value(one, start, end)} for one in drawn],
     }
 
 

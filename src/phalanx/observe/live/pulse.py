@@ -39,6 +39,10 @@ class Pulse:
         """Backwards that were reduced."""
         self.updates = 0
         """Optimizer steps; of use where nothing is reduced."""
+        self.committed: int | None = None
+        """Of an elastic run: the steps of all, whoever made them. One who comes has not been there from the first."""
+        self.num_changes = 0
+        """How often the ranks of an elastic run were others from one moment to the next."""
         self.waited_ns = 0
         """Time that the training thread stood still for communication."""
         self.samples = 0
@@ -53,10 +57,14 @@ class Pulse:
             self.waited_ns += now - self.since_ns
         self.state, self.since_ns = state, now
 
+    def goes_on_from(self, step: int) -> None:
+        """With other ranks, from a step that this process may not have come to by itself."""
+        self.committed, self.num_changes = step, self.num_changes + 1
+
     @property
     def steps(self) -> int:
-        """Passes where the script has any, else optimizer steps."""
-        return self.passes or self.updates
+        """Committed ones of an elastic run; else passes where the script has any, else optimizer steps."""
+        return self.passes or self.updates if self.committed is None else self.committed
 
     @property
     def trains_apart(self) -> bool:
@@ -87,6 +95,7 @@ class Beat:
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         # (time, steps, waited, samples) of recent beats.
         self._recent: deque[tuple[int, int, int, int]] = deque(maxlen=_WINDOW_BEATS)
+        self._num_changes = 0
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="phalanx-pulse", daemon=True)
         self._thread.start()
@@ -115,6 +124,10 @@ class Beat:
         """What is written: the state now, and rates over the last seconds."""
         now = now_ns()
         waited = pulse.waited_ns + (now - pulse.since_ns if pulse.state == WAITING else 0)
+        if pulse.num_changes != self._num_changes:
+            # What a rank was given when it came, it has not made in the last seconds.
+            self._num_changes = pulse.num_changes
+            self._recent.clear()
         self._recent.append((now, pulse.steps, waited, pulse.samples))
         then = self._recent[0]
         seconds = max(now - then[0], 1) / 1e9

@@ -66,14 +66,19 @@ function extent(values) {
   return low > high ? [0, 1] : [low, high];
 }
 
-/* Lines over one x axis: [{name, colour, x, y, faint, dash}]. The values under the pointer are told. */
-function lines(holder, series, { xTitle, fromZero, format = brief }) {
+/* Lines over one x axis: [{name, colour, x, y, faint, dash}], and marks [x, words]. The values under the pointer are told. */
+function lines(holder, series, { xTitle, fromZero, format = brief, marks = [] }) {
   const told = series.filter((one) => !one.faint);
   let [low, high] = extent(series.flatMap((one) => one.y));
   if (fromZero) low = Math.min(0, low);
   if (low === high) high = low + (Math.abs(low) || 1) * 0.1;
   const span = extent(series.flatMap((one) => one.x));
   const plot = frame(holder, { height: 240, x: span, y: [low, high], xTitle });
+  for (const [at, words] of marks) {
+    if (at < span[0] || at > span[1]) continue;
+    const x = round(plot.across(at));
+    node("line", { class: "change", x1: x, x2: x, y1: plot.box.top, y2: plot.box.bottom, "data-words": words }, plot.svg);
+  }
   for (const one of series) {
     let pen = "M";
     const path = one.x.map((at, k) => {

@@ -2,6 +2,7 @@
 const data = JSON.parse(document.getElementById("run-data").textContent);
 const root = document.documentElement;
 const RANKS = ["#3d7ab8", "#c2693d", "#3f9c7c", "#9a62b3", "#b39a2f", "#c0517f", "#4a8f9f", "#7d7d7d"];
+const WHO = data.who;
 const ofRank = (rank) => RANKS[rank % RANKS.length];
 let current = 0;
 let zoom = null;
@@ -27,7 +28,7 @@ function drawCurves() {
       const held = name === "held_out_loss";
       const line = {
         x: curve.x, y: bytes ? curve.y.map((value) => value / 1e6) : curve.y, dash: held,
-        name: held ? "held out" : "rank " + curve.rank, colour: held ? "var(--ink)" : ofRank(curve.rank),
+        name: held ? "held out" : `${WHO} ${curve.rank}`, colour: held ? "var(--ink)" : ofRank(curve.rank),
       };
       // A noisy loss is drawn twice: faintly as it is, and smoothed, so that its course can be seen.
       if (!["loss", "seen_loss"].includes(name) || curve.y.length < 60) return [line];
@@ -37,6 +38,7 @@ function drawCurves() {
       xTitle: data.curves[names[0]][0].by_step ? "step" : "seconds",
       fromZero: bytes || names[0] === "tokens_per_s",
       format: bytes ? (value) => brief(value) + " MB" : brief,
+      marks: data.curves[names[0]][0].by_step ? [] : data.marks,
     });
   }
 }
@@ -47,10 +49,10 @@ function drawTimes() {
   if (!holder) return;
   const kinds = ["forward", "backward", "optimizer", "waiting", "other"];
   bars(holder, data.times.map((one) => ({
-    label: "rank " + one.rank, end: `${(one.total / 1e9).toFixed(1)} s`,
+    label: `${WHO} ${one.rank}`, end: `${(one.total / 1e9).toFixed(1)} s`,
     parts: kinds.map((kind) => ({
       kind, value: one.total ? one[kind] / one.total : 0,
-      words: `rank ${one.rank}, ${kind}: ${((100 * one[kind]) / (one.total || 1)).toFixed(1)} %, ${(one[kind] / 1e6).toFixed(0)} ms`,
+      words: `${WHO} ${one.rank}, ${kind}: ${((100 * one[kind]) / (one.total || 1)).toFixed(1)} %, ${(one[kind] / 1e6).toFixed(0)} ms`,
     })),
   })), kinds.map((kind) => [kind, kind]));
 }
@@ -59,10 +61,10 @@ function drawLateness() {
   const holder = document.getElementById("late");
   if (!holder) return;
   bars(holder, data.lateness.map((late) => ({
-    label: "rank " + late.rank, end: `${(late.caused_ns / 1e9).toFixed(2)} s`,
+    label: `${WHO} ${late.rank}`, end: `${(late.caused_ns / 1e9).toFixed(2)} s`,
     parts: [{
       kind: "rank", value: late.caused_ns, colour: ofRank(late.rank),
-      words: `rank ${late.rank} kept the others waiting for ${(late.caused_ns / 1e9).toFixed(2)} s in all;\nlast in ` +
+      words: `${WHO} ${late.rank} kept the others waiting for ${(late.caused_ns / 1e9).toFixed(2)} s in all;\nlast in ` +
         `${(100 * late.share_last).toFixed(0)} % of passes, ${(late.mean_ns / 1e6).toFixed(2)} ms late on average`,
     }],
   })), []);
@@ -75,7 +77,7 @@ function drawSharding() {
   const before = { parameters: widest("parameters"), gradients: widest("gradients"), state: widest("unsharded_state") };
   const kinds = [["parameters", "parameters", "forward"], ["gradients", "gradients", "backward"], ["state", "optimizer state", "optimizer"]]
     .filter(([kind]) => before[kind] || widest(kind));
-  const rows = [["unsharded", before], ...data.memory.map((one) => ["rank " + one.rank, one])];
+  const rows = [["unsharded", before], ...data.memory.map((one) => [`${WHO} ${one.rank}`, one])];
   bars(holder, rows.map(([label, held]) => ({
     label, soft: label === "unsharded",
     end: `${(kinds.reduce((sum, [kind]) => sum + (held[kind] || 0), 0) / 1e6).toFixed(1)} MB`,
@@ -83,6 +85,43 @@ function drawSharding() {
       kind: shade, value: (held[kind] || 0) / 1e6, words: `${label}, ${name}: ${((held[kind] || 0) / 1e6).toFixed(2)} MB`,
     })),
   })), kinds.map(([, name, shade]) => [shade, name]));
+}
+
+/* Who was which rank when: a row per worker of an elastic run --------------------------------------------- */
+const GONE = { lost: "M-4 -4L4 4M-4 4L4 -4", fenced: "M-5 0H5", left: "M-3 -4L3 0L-3 4" };
+
+function drawWorkers() {
+  const holder = document.getElementById("workers");
+  if (!holder) return;
+  const found = data.elastic, row = 20;
+  const height = found.workers.length * row + 46;
+  const plot = frame(holder, { height, x: [0, found.until || 1], y: [0, 1], xTitle: "seconds since the start", left: 74, yTicks: 0 });
+  for (const at of found.changes) {
+    const x = round(plot.across(at));
+    node("line", { class: "change", x1: x, x2: x, y1: plot.box.top, y2: plot.box.bottom }, plot.svg);
+  }
+  found.workers.forEach((one, place) => {
+    const y = plot.box.top + place * row;
+    node("text", { class: "tick", x: plot.box.left - 8, y: y + 13, "text-anchor": "end" }, plot.svg, `worker ${one.worker}`);
+    const bar = (from, until, attributes, words) => {
+      const x = plot.across(from), wide = Math.max(1.5, plot.across(until) - x);
+      node("rect", { x: round(x), y: y + 2, width: round(wide), height: row - 5, rx: 2, "data-words": words, ...attributes }, plot.svg);
+      return [x, wide];
+    };
+    if (one.starting && one.starting[1] > one.starting[0]) {
+      bar(...one.starting, { class: "starting" }, `worker ${one.worker} was starting: ${(one.starting[1] - one.starting[0]).toFixed(1)} s`);
+    }
+    for (const each of one.bars) {
+      const [x, wide] = bar(each.from, each.until, { class: "member", fill: ofRank(each.rank) },
+        `worker ${one.worker} was rank ${each.rank}\ngeneration ${each.generation}, from step ${each.step}\n` +
+        `${each.from.toFixed(2)} s to ${each.until.toFixed(2)} s`);
+      if (wide > 14) node("text", { class: "inside", x: round(x + wide / 2), y: y + 13, "text-anchor": "middle" }, plot.svg, String(each.rank));
+    }
+    if (one.end) {
+      const at = `translate(${round(plot.across(one.end.at))} ${y + row / 2})`;
+      node("path", { class: `gone ${one.end.kind}`, d: GONE[one.end.kind], transform: at, "data-words": one.end.words }, plot.svg);
+    }
+  });
 }
 
 /* Every pass, as a strip: click one to see the drawn pass nearest to it ---------------------------------- */
@@ -100,6 +139,10 @@ function drawLengths() {
     const chosen = index === drawn[current].index;
     node("rect", { class: "pass" + (chosen ? " chosen" : ""), x: round(plot.across(index) - width / 2), width: round(width),
       y: round(plot.up(Math.min(ms, top))), height: round(plot.box.bottom - plot.up(Math.min(ms, top))), "data-words": `pass ${index}: ${ms.toFixed(2)} ms` }, plot.svg);
+  }
+  for (const index of data.timeline.changes) {
+    const x = round(plot.across(index - 0.5));
+    node("line", { class: "change", x1: x, x2: x, y1: plot.box.top, y2: plot.box.bottom, "data-words": "other ranks from here on" }, plot.svg);
   }
   for (const [at, one] of drawn.entries()) {
     const x = round(plot.across(one.index)), size = at === current ? 5 : 3;
@@ -137,12 +180,12 @@ function drawTimeline() {
   };
   let y = 4;
   for (const rank of shown.ranks) {
-    node("text", { class: "lane", x: plot.box.left, y: y + 12 }, plot.svg, `rank ${rank.rank}`);
+    node("text", { class: "lane", x: plot.box.left, y: y + 12 }, plot.svg, rank.name);
     y += LABEL;
     for (const [name, start, end, bucket] of rank.compute) {
       const inside = bucket === null ? "" : " of bucket " + bucket;
       const thin = name === "waiting" ? 5 : 0;
-      bar(name, y + thin, LANE - 2 * thin, start, end, `rank ${rank.rank}, ${name}${inside}: ${(end - start).toFixed(2)} ms`);
+      bar(name, y + thin, LANE - 2 * thin, start, end, `${rank.name}, ${name}${inside}: ${(end - start).toFixed(2)} ms`);
     }
     for (const [at, bucket] of rank.filled) {
       if (at < range[0] || at > range[1]) continue;
@@ -154,7 +197,7 @@ function drawTimeline() {
     for (const [name, bucket, row, start, end, hidden, bytes, whole] of rank.communication) {
       const size = bytes ? `, ${(bytes / 1e6).toFixed(2)} MB` : "";
       bar(name === "gather" ? "gather" : hidden ? "hidden" : "exposed", y + row * ROW, ROW - 1.5, start, end,
-        `rank ${rank.rank}, ${name} of bucket ${bucket}${size}: ${whole.toFixed(2)} ms, this part ${hidden ? "hidden" : "exposed"}`,
+        `${rank.name}, ${name} of bucket ${bucket}${size}: ${whole.toFixed(2)} ms, this part ${hidden ? "hidden" : "exposed"}`,
         bucket === null ? "" : String(bucket));
     }
     y += depth(rank) * ROW + 6;
@@ -197,7 +240,7 @@ function describe(shown) {
   const words = shown.ranks.map((rank) => {
     const length = (keep) => rank.communication.filter(keep).reduce((sum, piece) => sum + piece[4] - piece[3], 0);
     const all = length(() => true);
-    return all ? `rank ${rank.rank} hid ${Math.round((100 * length((piece) => piece[5])) / all)} %` : `rank ${rank.rank} moved nothing`;
+    return all ? `${rank.name} hid ${Math.round((100 * length((piece) => piece[5])) / all)} %` : `${rank.name} moved nothing`;
   });
   return "Of its communication in this pass, " + words.join(", ") + ".";
 }
@@ -230,7 +273,7 @@ function setTheme(dark) {
   button.textContent = dark ? "☀ Light" : "☾ Dark";
 }
 
-function drawAll() { drawCurves(); drawTimes(); drawLateness(); drawSharding(); drawTimeline(); }
+function drawAll() { drawWorkers(); drawCurves(); drawTimes(); drawLateness(); drawSharding(); drawTimeline(); }
 
 // What was raised is in the last lines of a traceback, and of a log.
 for (const text of document.querySelectorAll("pre")) text.scrollTop = text.scrollHeight;
