@@ -148,7 +148,7 @@ class Fail(Pass):
 
     def run(self, job: Any) -> Run:
         loss = loss_of((yield from self.out(job, boom=self.at)))
-        job.fail(loss)
+        job.fail(loss, self.sync)
         job.zero(self.how, "module")
 
 

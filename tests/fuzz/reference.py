@@ -136,8 +136,17 @@ class Alone:
         by_element = zero.get("partition") != "parameter" and program.mixed is None and program.hook is None
         return zero.get("stage") == 2 and not (program.mode == "overlapped" and by_element)
 
-    def fail(self, loss: torch.Tensor) -> None:
-        """A backward that raises leaves no gradient behind; what it recomputed may have changed buffers."""
+    def fail(self, loss: torch.Tensor, sync: bool) -> None:
+        """A backward that raises leaves no gradient behind; what it recomputed may have changed buffers.
+
+        Unless nobody was to reduce it: then what has come stays, as without a wrapper.
+        """
+        if not sync:
+            with contextlib.suppress(ArithmeticError):
+                loss.backward()
+            self._harvest()
+            self.heard.clear()
+            return
         held = [None if p.grad is None else p.grad.clone() for p in self.params]
         fired = list(self.fired)
         with contextlib.suppress(ArithmeticError):

@@ -158,6 +158,10 @@ class LowPrecision(Listener):
     def backward_ended(self) -> None:
         """The reducer is about to take gradients, perhaps before the end that was queued here."""
         self._end_backward()
+        if self._full:
+            # A backward inside forward: the means are full, and so is what the optimizer steps, but forward goes on.
+            self._leave()
+            BackwardEnd(self._enter).queue()
 
     @untraced
     def _end_backward(self) -> None:
