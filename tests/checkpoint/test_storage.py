@@ -315,4 +315,4 @@ if __name__ == "__main__":
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50, env=environ)
     assert found.returncode == 0, found.stderr
     # The share, and a Python of some megabytes, a few more where the heap had to grow. Two shares would be two.
-    assert 0.9 < float(found.stdout) < 1.4
+    assert 0.9 < float(found.stdout) < 1.7

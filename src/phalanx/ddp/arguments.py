@@ -97,16 +97,17 @@ def choose_buffer_sync(broadcast_buffers: bool | None, forward_sync_buffers: boo
 
 
 def check_module(module: object) -> None:
-    """Refuse what is no module, often its parameters, as an optimizer wants them; and what is wrapped already."""
+    """Refuse what is no module, often its parameters, as an optimizer wants them; warn of what is wrapped already."""
     if not isinstance(module, torch.nn.Module):
         raise ArgumentTypeError(
             f"DistributedDataParallel wraps a torch.nn.Module, got a {type(module).__name__}. Pass the model itself."
         )
     if isinstance(module, Joinable):
-        # Of modules only wrappers are, torch's and ours. Each of two would average what the other has, or nothing.
-        raise ArgumentTypeError(
+        # Of modules only wrappers are, torch's and ours. Torch takes it, and so do we; each averages once more.
+        warnings.warn(
             f"the model is wrapped already, by {type(module).__module__}.{type(module).__name__}. Use that wrapper, or pass "
-            "the model inside of it: DistributedDataParallel(model.module)."
+            "the model inside of it: DistributedDataParallel(model.module).",
+            stacklevel=3,
         )
 
 

@@ -54,6 +54,7 @@ def train(rank: int, plan: Plan) -> None:
     optimizer: torch.optim.Optimizer = torch.optim.Adam(wrapped.parameters())
     if plan.overlapped:
         optimizer = phalanx.ZeroRedundancyOptimizer(wrapped.parameters(), torch.optim.Adam, overlap_with_ddp=True)
+    torch.manual_seed(1 + wrapped.collectives.rank)
     for _ in range(3):
         wrapped(torch.randn(4, 64)).square().mean().backward()
         optimizer.step()
