@@ -182,7 +182,9 @@ def _pause(_: PhalanxProcessGroup) -> None:
     # Somebody else has to continue what is stopped; again and again, as it may come too early.
     command = f"while sleep 0.2 && kill -CONT {os.getpid()}; do :; done"
     with subprocess.Popen(["sh", "-c", command]) as waker:
-        os.kill(os.getpid(), signal.SIGSTOP)
+        # To this thread, which so stops before it goes on. A signal to the process is taken by any thread: this
+        # one, which need not be the main one, could have ended the waker before the process stood still.
+        signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
         waker.kill()
 
 
