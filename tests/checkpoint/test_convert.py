@@ -144,6 +144,38 @@ def test_safetensors(folder: str, tmp_path: Path) -> None:
     expected: dict[str, Any] = dict(trained()[0].state_dict())
     del expected["out.weight"]  # shared with embed.weight
     assert differing(expected, read_safetensors(path)) == []
+    # And back: the memory that two names share has one of them in the file.
+    assert call(str(tmp_path / "back"), "import", "safetensors", str(path)).return_value == 0
+    for source in (None, path):
+        again = Tied(1)
+        with Checkpointer(tmp_path / "back", again) as checkpointer:
+            restored = checkpointer.restore(source=source)
+        assert restored is not None and restored.step == 3
+        assert differing(dict(trained()[0].state_dict()), dict(again.state_dict())) == []
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda data: data[:5], "truncated"),
+        (lambda data: data[:40], "truncated"),
+        (lambda data: data[:-1], "does not fit"),
+        (lambda data: (2**62).to_bytes(8, "little") + data[8:], "truncated"),
+        (lambda data: data[:8] + b"[" + data[9:], "damaged"),
+        (lambda data: data.replace(b"F32", b"X32"), "X32"),
+        (lambda data: data.replace(b'"shape":[20,8]', b'"shape":[2,-8]'), "does not fit"),
+    ],
+)
+def test_a_damaged_file_of_safetensors_is_refused(folder: str, tmp_path: Path, damage: Any, message: str) -> None:
+    path = tmp_path / "model.safetensors"
+    call(folder, "export", "safetensors", str(path))
+    whole = path.read_bytes()
+    path.write_bytes(damage(whole))
+    assert path.read_bytes() != whole
+    model = Tied(1)
+    with Checkpointer(tmp_path, model) as checkpointer, pytest.raises(StateError, match=message):
+        checkpointer.restore(source=path)
+    assert differing(dict(Tied(1).state_dict()), dict(model.state_dict())) == []
 
 
 def saved_divided(rank: int, world: int, folder: str) -> dict[str, torch.Tensor]:

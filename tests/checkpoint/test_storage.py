@@ -304,7 +304,10 @@ if __name__ == "__main__":
         pid = checkpointer._writer._process.pid
         while checkpointer.is_saving:
             try:
-                most = max(most, held(os.getpid()) + held(pid))
+                # The writer's first look at a page makes half of it its own. Read while that went on, it would count twice.
+                mine, writers, again = held(os.getpid()), held(pid), held(os.getpid())
+                if abs(mine - again) < share // 50:
+                    most = max(most, mine + writers)
             except (OSError, StopIteration):
                 pass
             time.sleep(0.002)
@@ -315,4 +318,4 @@ if __name__ == "__main__":
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50, env=environ)
     assert found.returncode == 0, found.stderr
     # The share, and a Python of some megabytes, a few more where the heap had to grow. Two shares would be two.
-    assert 0.9 < float(found.stdout) < 1.7
+    assert 0.9 < float(found.stdout) < 1.4

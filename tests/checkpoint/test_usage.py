@@ -223,7 +223,7 @@ def test_a_folder_that_cannot_be_written_is_an_error_and_loses_nothing(tmp_path:
     blocked = tmp_path / "file"
     blocked.write_text("not a folder")
     model = small()
-    with pytest.raises(NotADirectoryError), Checkpointer(blocked / "below", model) as checkpointer:
+    with pytest.raises(CheckpointError, match="Not a directory"), Checkpointer(blocked / "below", model) as checkpointer:
         checkpointer.save(0)
     with Checkpointer(tmp_path / "good", model) as checkpointer:
         checkpointer.save(1)

@@ -23,6 +23,7 @@ _made: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictio
 
 
 _LOOKING_S = 0.1
+_NOTHING = "Nothing was written or changed."
 
 
 class Agreement:
@@ -43,29 +44,36 @@ class Agreement:
         """Whether these are the ranks of `group`."""
         return group is (None if self._of is None else self._of())
 
-    def exchange(self, value: dict[str, Any], doing: str) -> list[dict[str, Any]]:
+    def exchange(
+        self, value: dict[str, Any], doing: str, unless: str = _NOTHING, work_s: float = 0.0
+    ) -> list[dict[str, Any]]:
         """What every rank says, by rank. Raises MismatchError on the ranks that came if some did not.
 
-        `doing` is what all ranks should be doing now; a rank that does something else is an error on every rank.
+        `doing` is what all ranks should be doing now; a rank that does something else is an error on every rank. `unless`
+        says what has become of files and training if the ranks do not come together. `work_s` is how much longer than this
+        rank another may work before it comes here.
         """
         if self._store is None:
             return [value]
+        timeout = self._timeout + timedelta(seconds=work_s)
         keys = [f"{self._round}/{rank}" for rank in range(self.world)]
         self._store.set(keys[self.rank], json.dumps({"doing": doing, **value}))
         try:
             self._look(keys)
-            self._store.wait(keys, self._timeout)
+            self._store.wait(keys, timeout)
         except CommunicationError:
             raise  # somebody is known to be lost: no mistake of the ranks that came
         except RuntimeError as error:
             missing = [rank for rank, key in enumerate(keys) if not self._has(key)]
-            # Taken back: whoever comes later must not take this for an answer. The next round has the same number.
-            with contextlib.suppress(RuntimeError):
-                self._store.delete_key(keys[self.rank])
-            raise MismatchError(
-                f"rank {self.rank}: {doing} was not called by ranks {missing} within {self._timeout.total_seconds():.0f} s. "
-                "Every rank has to call it, in the same order. Nothing was written or changed."
-            ) from error
+            # Whoever came at the last moment goes on, since our word is there: then so does this rank.
+            if missing:
+                # Taken back: whoever comes later must not take this for an answer. The next round has the same number.
+                with contextlib.suppress(RuntimeError):
+                    self._store.delete_key(keys[self.rank])
+                raise MismatchError(
+                    f"rank {self.rank}: {doing} was not called by ranks {missing} within {timeout.total_seconds():.0f} s. "
+                    f"Every rank has to call it, in the same order. {unless}"
+                ) from error
         said = [json.loads(text) for text in self._store.multi_get(keys)]
         # Everybody has read the round before the last: nobody begins a round before having read the one before it.
         if self._round > 1:
@@ -77,7 +85,7 @@ class Agreement:
             raise MismatchError(
                 f"rank {self.rank} called {doing}, but "
                 + ", ".join(f"rank {rank} {other}" for rank, other in others.items())
-                + ". Every rank has to call the same. Nothing was written or changed."
+                + f". Every rank has to call the same. {unless}"
             )
         return said
 

@@ -6,7 +6,7 @@ training run. Must not know where the source comes from.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from typing import Any
@@ -38,6 +38,12 @@ class Choice:
     rename: Rename = None
     strict: bool = True
 
+    @classmethod
+    def of(cls, parts: str | Sequence[str] | None, skip: str | Sequence[str], rename: Rename, strict: bool) -> Choice:
+        """From what a call was given. One string is one name: as a sequence, the "*" of "head.*" would skip everything."""
+        chosen = [parts] if isinstance(parts, str) else parts
+        return cls(chosen, [skip] if isinstance(skip, str) else skip, rename, strict)
+
     def in_words(self) -> str:
         """What was asked for beside the default, as it would be written in a call; empty if nothing was."""
         rename = sorted(self.rename.items()) if isinstance(self.rename, Mapping) else "a function"
@@ -60,6 +66,16 @@ class Choice:
             return name
         return renamed(name, dict(self.rename)) if isinstance(self.rename, Mapping) else self.rename(name)
 
+    def without_effect(self, saved: Collection[str], here: Collection[str]) -> Iterator[str]:
+        """What was asked for and fits no name: most likely it was spelled otherwise. `here` are the model's names."""
+        for old in self.rename if isinstance(self.rename, Mapping) else ():
+            if not any(name == old or name.startswith(f"{old}.") for name in saved):
+                yield f"rename {old!r}: nothing was saved under this name"
+        known = {*here, *map(self.new_name, saved)}
+        for pattern in self.skip:
+            if not any(fnmatch(name, pattern) for name in known):
+                yield f"skip {pattern!r}: no parameter has such a name"
+
 
 @dataclass
 class Restored:
@@ -81,7 +97,7 @@ class Restoration:
     """One source on its way into one training run, on one rank."""
 
     def __init__(self, subject: Subject, source: Source, choice: Choice, rank: int, world: int) -> None:
-        self._subject, self._source, self._choice = subject, source, choice
+        self._subject, self.source, self._choice = subject, source, choice
         self._rank, self._same_world = rank, world == source.world
         self.result = Restored(int(source.about.get("step", 0)), source.where, dict(source.about.get("metrics", {})))
         known = {MODEL, OPTIMIZER, RANDOM, "hook", "plan", "gradients", "extra", *subject.parts}
@@ -102,8 +118,8 @@ class Restoration:
 
     def _match_model(self) -> dict[str, str]:
         """The key in the source for every tensor of the model that is loaded."""
-        source, choice = self._source, self._choice
-        saved = {choice.new_name(name): key for name, key in source.model_names().items()}
+        source, choice = self.source, self._choice
+        saved = self._renamed(source.model_names())
         state = self._subject.model.state_dict(keep_vars=True)  # type: ignore[union-attr]
         keys = self._subject.model_keys()
         wanted = {name: state[key] for name, key in keys.items() if isinstance(state[key], torch.Tensor)}
@@ -112,6 +128,8 @@ class Restoration:
         for name, tensor in wanted.items():
             if choice.skips(name):
                 self._leave(f"model '{name}'", "skipped")
+            elif name not in saved and _twin(name, wanted) in saved:
+                continue  # one memory under two names, of which files of safetensors have the first
             elif name not in saved:
                 wrong.append(f"'{name}' is not in the checkpoint")
             elif source.infos[saved[name]].shape != tuple(tensor.shape):
@@ -131,15 +149,30 @@ class Restoration:
                 "names, skip= for what is to stay as it is, or strict=False."
             )
         self.result.left_out += [f"model: {line}" for line in sorted(wrong)]
+        self.result.left_out += choice.without_effect(source.model_names(), wanted)
         return chosen
 
+    def _renamed(self, saved: Mapping[str, str]) -> dict[str, str]:
+        """The saved keys by their new names. Two tensors under one name would leave it to chance which is loaded."""
+        found: dict[str, str] = {}
+        before: dict[str, str] = {}
+        for name, key in saved.items():
+            new = self._choice.new_name(name)
+            if found.setdefault(new, key) != key and not self._choice.skips(new):
+                raise StateError(
+                    f"{self.source.where}: rename= makes both '{before[new]}' and '{name}' into '{new}'. Nothing was "
+                    "changed. Give each a name of its own, or skip= one of them."
+                )
+            before.setdefault(new, name)
+        return found
+
     def _match_optimizers(self) -> None:
-        labels = self._source.labels()
+        labels = self.source.labels()
         for label, optimizer in self._subject.optimizers.items():
             if label not in labels and not self._choice.strict:
                 self._leave(label, "not in the checkpoint")
                 continue
-            self._optimizers.append(OptimizerLoad(label, optimizer, self._subject.param_names(), self._source, self._choice))
+            self._optimizers.append(OptimizerLoad(label, optimizer, self._subject.param_names(), self.source, self._choice))
             self.result.left_out += self._optimizers[-1].left_out
         for label in labels:
             if label not in self._subject.optimizers:
@@ -180,12 +213,12 @@ class Restoration:
         assert self._subject.model is not None, "there is a model to load"
         keys = self._subject.model_keys()
         # Views of the file: torch copies them into the model's own memory, tensor by tensor.
-        state: dict[str, Any] = {keys[name]: self._source.whole(key) for name, key in self._model.items()}
-        for name, value in self._source.model_extra().items():
+        state: dict[str, Any] = {keys[name]: self.source.whole(key) for name, key in self._model.items()}
+        for name, value in self.source.model_extra().items():
             if self._choice.new_name(name) in keys:
                 state[keys[self._choice.new_name(name)]] = value
         self._subject.model.load_state_dict(state, strict=False)
-        own = self._source.own("buffers", self._rank) if self._same_world else None
+        own = self.source.own("buffers", self._rank) if self._same_world else None
         params = self._subject.model.state_dict(keep_vars=True)
         for name, value in (own or {}).items():
             if self._choice.new_name(name) in self._model:
@@ -196,11 +229,12 @@ class Restoration:
         if not self._choice.wants(component):
             return None
         if self._same_world:
-            found = self._source.own(component, self._rank)
+            found = self.source.own(component, self._rank)
         else:
-            found = self._source.own(component, 0)
+            found = self.source.own(component, 0)
             if found is not None:
-                self._leave(component, f"saved by {self._source.world} ranks; every rank has loaded rank 0's")
+                ranks = "one rank" if self.source.world == 1 else f"{self.source.world} ranks"
+                self._leave(component, f"saved by {ranks}; every rank has loaded rank 0's")
         if found is None:
             self._leave(component, "not in the checkpoint")
         return found
@@ -220,16 +254,16 @@ class Restoration:
 
     def _resume_plan(self) -> None:
         ddp = self._subject.ddp
-        if ddp is None or ddp.reducer.choose_buckets is not None or self._source.texts[0].get("plan") is None:
+        if ddp is None or ddp.reducer.choose_buckets is not None or self.source.texts[0].get("plan") is None:
             return
         if not self._same_world or self._choice.rename is not None:
             self._leave("plan", "of another number of ranks or other names; it is learnt anew in the first step")
             return
-        saved = self._source.own("plan", self._rank)
+        saved = self.source.own("plan", self._rank)
         try:
             plan = BucketPlan.from_json(saved["plan"])
         except PlanError as error:
-            raise StateError(f"{self._source.where}: {error}") from error
+            raise StateError(f"{self.source.where}: {error}") from error
         if plan.specs != ddp.plan.specs:
             self._leave("plan", "it is for other parameters; it is learnt anew in the first step")
             return
@@ -238,7 +272,7 @@ class Restoration:
     def _load_hook(self) -> None:
         ddp = self._subject.ddp
         state = None if ddp is None or ddp._hook is None else ddp._hook[0]
-        saved = [self._source.own("hook", rank) for rank in range(self._source.world)] if self._choice.wants("hook") else []
+        saved = [self.source.own("hook", rank) for rank in range(self.source.world)] if self._choice.wants("hook") else []
         if not hasattr(state, "load_state_dict"):
             if saved and saved[0] is not None:
                 self._leave("hook", "saved, but no hook with a state is registered")
@@ -254,8 +288,8 @@ class Restoration:
 
     def _load_gradients(self) -> None:
         names = {name: param for param, name in self._subject.param_names().items()}
-        saved = self._source.own("gradients", self._rank) if self._same_world and self._choice.wants("gradients") else None
-        if not self._same_world and self._source.texts[0].get("gradients") is not None:
+        saved = self.source.own("gradients", self._rank) if self._same_world and self._choice.wants("gradients") else None
+        if not self._same_world and self.source.texts[0].get("gradients") is not None:
             self._leave("gradients", "not used by a step when they were saved, and each rank's own")
         for name, grad in (saved or {}).items():
             param = names.get(self._choice.new_name(name))
@@ -263,13 +297,23 @@ class Restoration:
                 param.grad = torch.empty_like(param).copy_(grad)
 
     def _set_randomness(self) -> None:
-        if not self._choice.wants(RANDOM) or self._source.texts[0].get(RANDOM) is None:
+        if not self._choice.wants(RANDOM) or self.source.texts[0].get(RANDOM) is None:
             return
-        if self._rank < self._source.world:
-            self.result.left_out += set_randomness(self._source.own(RANDOM, self._rank))
+        if self._rank < self.source.world:
+            self.result.left_out += set_randomness(self.source.own(RANDOM, self._rank))
         else:
-            seed_like(self._source.own(RANDOM, 0), self._rank)
+            seed_like(self.source.own(RANDOM, 0), self._rank)
             self._leave(RANDOM, f"there was no rank {self._rank}; it is seeded from rank 0's state")
+
+
+def _twin(name: str, tensors: Mapping[str, torch.Tensor]) -> str | None:
+    """The first other name of the same memory: loading that one loads this."""
+    mine = tensors[name]
+    place = (mine.data_ptr(), mine.shape, mine.stride(), mine.dtype)
+    for other, tensor in tensors.items():
+        if other != name and mine.numel() and (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype) == place:
+            return other
+    return None
 
 
 def _mean_residuals(saved: Sequence[dict[str, Any]]) -> dict[str, Any]:

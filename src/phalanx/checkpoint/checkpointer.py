@@ -22,22 +22,26 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..errors import CheckpointError, ConfigError, MismatchError, StateError
+from ..errors import ArgumentTypeError, CheckpointError, ConfigError, MismatchError, StateError
 from ..zero.optimizer import ZeroRedundancyOptimizer
 from .agreement import Agreement
 from .apply import Choice, Rename, Restoration, Restored
 from .capture import Subject, capture
 from .layout import Layout, Piece, fill, lay_out
 from .process import SharedMemory, Writer, make_writer
+from .safetensors import read_safetensors
 from .source import CheckpointSource, Source, read_torch_file
 from .storage.disk import disk_of, is_remote
-from .storage.library import Entry, Keep, entries, newest_good, next_number, problems
+from .storage.library import Entry, Keep, entries, never_committed, newest_good, next_number, problems
 from .storage.manifest import Manifest, SaveName
 from .storage.writer import PATIENCE_S, Job
 
 logger = logging.getLogger("phalanx.checkpoint")
 
 _LOOK_S = 0.2
+# Of a storage that is slow, and shared. Ranks verify unequally many files, and who is done first waits for the others.
+_SLOWEST_BYTES_PER_S = 20e6
+_OFFER_S = 600.0  # how long rank 0 may read other checkpoints to find one that is whole
 _PARTED_S = 1.0  # how long a save of ranks that are not together any more may take to end: the next one begins at once
 
 
@@ -78,6 +82,8 @@ class Checkpointer:
         self.folder = text.rstrip("/") if is_remote(text) else str(Path(text).resolve())
         self._options = dict(storage_options or {})
         self._disk = disk_of(self.folder, self._options)
+        if keep is not None and type(keep) is not int and not isinstance(keep, Keep):
+            raise ArgumentTypeError(f"keep must be a number or a phalanx.checkpoint.Keep, got {keep!r}.")
         self._keep = Keep(last=keep) if isinstance(keep, int) else keep
         self._subject = Subject(model, optimizer, {"scheduler": scheduler, "loader": loader}, extra)
         self._group, self._timeout_s = process_group, timeout_s
@@ -146,11 +152,10 @@ class Checkpointer:
                 mine |= {"alike": captured.fingerprint, "num_bytes": layout.num_bytes, "metrics": _checked(metrics)}
                 mine["told"] = self._told()
                 if self.rank == 0:
-                    self._disk.make_folder(self.folder)
-                    number = next_number(self._disk, self.folder)
-                    mine["name"] = str(SaveName(number, step, secrets.token_hex(4)))
+                    mine["name"] = self._new_name(step)
             except Exception as error:  # whatever a user's state_dict() raises: all ranks have to hear of it
                 mine["error"], raised = f"{type(error).__name__}: {error}", error
+                mine["is_of_disk"] = isinstance(error, CheckpointError)
         said = self._agreement.exchange(mine, f"save(step={step})")
         self._failure = None
         failures = [one["failure"] for one in said if one["failure"]]
@@ -161,11 +166,22 @@ class Checkpointer:
         self._compare(step, said)
         return found, layout, texts, said
 
+    def _new_name(self, step: int) -> str:
+        """The name of the next save. Raises CheckpointError if there can be none here."""
+        try:
+            self._disk.make_folder(self.folder)
+            return str(SaveName(next_number(self._disk, self.folder), step, secrets.token_hex(4)))
+        except OSError as error:
+            text = f"{self.folder} cannot be written: {error.strerror or error}. Nothing was saved."
+            raise CheckpointError(text) from error
+
     def _compare(self, step: int, said: list[dict[str, Any]]) -> None:
         """Raise, on every rank alike, unless all ranks can save and mean the same."""
         for rank, one in enumerate(said):
             if one["error"]:
-                raise StateError(f"rank {self.rank}: step {step} was not saved, as rank {rank} could not: {one['error']}")
+                # Of one class on every rank: whoever trains on without this checkpoint must not end on one of them.
+                kind = CheckpointError if one["is_of_disk"] else StateError
+                raise kind(f"rank {self.rank}: step {step} was not saved, as rank {rank} could not: {one['error']}")
             if one["alike"] != said[0]["alike"]:
                 raise MismatchError(
                     f"rank {self.rank}: step {step} was not saved: model and optimizer of rank {rank} have other tensors "
@@ -208,11 +224,15 @@ class Checkpointer:
                 self._writer.give_up()
                 outcome = elsewhere
         if outcome:
-            self._failure = f"the checkpoint of step {self._step} was not written: {outcome}"
-            self._agreement.post_failure(save, outcome)
+            self._note_failure(save, outcome)
         for text in self._writer.warnings:
             warnings.warn(f"rank {self.rank}: {text}", stacklevel=4)
         self._writer.warnings.clear()
+
+    def _note_failure(self, save: str, outcome: str) -> None:
+        """Keep it for the next call, and tell the others, whose writers may wait for a part that never comes."""
+        self._failure = f"the checkpoint of step {self._step} was not written: {outcome}"
+        self._agreement.post_failure(save, outcome)
 
     def _follow_group(self) -> None:
         """In an elastic run ranks come and go, and the model is of another group then: those save together from now on."""
@@ -235,10 +255,11 @@ class Checkpointer:
     @property
     def is_saving(self) -> bool:
         """Whether a save is still being written here. Does not wait."""
-        if self._writer.save is not None:
+        save = self._writer.save
+        if save is not None:
             outcome = self._writer.poll()
             if outcome:
-                self._failure = f"the checkpoint of step {self._step} was not written: {outcome}"
+                self._note_failure(save, outcome)
         return self._writer.save is not None
 
     @property
@@ -256,13 +277,13 @@ class Checkpointer:
         self,
         step: int | None = None,
         *,
-        parts: Sequence[str] | None = None,
-        skip: Sequence[str] = (),
+        parts: str | Sequence[str] | None = None,
+        skip: str | Sequence[str] = (),
         rename: Rename = None,
         strict: bool = True,
         source: str | Path | None = None,
     ) -> Restored | None:
-        """Load the newest checkpoint that is whole, or that of `step`, or a file of `torch.save`; every rank calls it.
+        """Load the newest checkpoint that is whole, that of `step`, or a file of torch.save or safetensors. On every rank.
 
         None, and nothing changed, if the folder has no checkpoint. It may be of another number of ranks, another partition,
         or of torch's own classes. `parts` chooses among "model", "optimizer", "scheduler", "loader", "extra", "random",
@@ -273,12 +294,16 @@ class Checkpointer:
         """
         self._follow_group()
         self._finish()
-        choice = Choice(parts, skip, rename, strict)
+        choice = Choice.of(parts, skip, rename, strict)
         if source is not None:
-            found = self._prepared(lambda: read_torch_file(str(source)), choice, f"the file{choice.in_words()}")
+            read = read_safetensors if str(source).endswith(".safetensors") else read_torch_file
+            found = self._prepared(lambda: read(str(source)), choice, f"the file{choice.in_words()}")
             assert found is not None, "a file that cannot be read has raised"
             return self._load(found)
-        names = self._candidates(step, choice)
+        names, stopped = self._candidates(step, choice)
+        if stopped and not names:
+            # What a crash in the first save leaves. So does a copy that was not finished, and then the run would start anew.
+            warnings.warn(f"rank {self.rank}: {stopped} Nothing was restored.", stacklevel=2)
         damaged: list[str] = []
         for text in names:
             name = SaveName.parse(text)
@@ -297,12 +322,17 @@ class Checkpointer:
             )
         return None
 
-    def _candidates(self, step: int | None, choice: Choice) -> list[str]:
-        """The names of the saves to try, the newest first; rank 0's listing, since others may see another."""
-        mine: dict[str, Any] = {"names": [], "error": None}
+    def _candidates(self, step: int | None, choice: Choice) -> tuple[list[str], str]:
+        """The names of the saves to try, the newest first, and a word on those that were never committed.
+
+        Rank 0's listing, since others may see another.
+        """
+        mine: dict[str, Any] = {"names": [], "error": None, "stopped": ""}
         if self.rank == 0:
             try:
-                found = [entry for entry in entries(self._disk, self.folder) if entry.commit is not None or entry.fault]
+                there_are = entries(self._disk, self.folder)
+                found = [entry for entry in there_are if entry.commit is not None or entry.fault]
+                mine["stopped"] = never_committed(there_are)
                 mine["names"] = [str(entry.name) for entry in reversed(found) if step is None or entry.step == step]
                 if step is not None and not mine["names"]:
                     there = sorted({entry.step for entry in found})
@@ -313,7 +343,7 @@ class Checkpointer:
         if said[0]["error"]:
             raise StateError(f"rank {self.rank}: {said[0]['error']}")
         names: list[str] = said[0]["names"]
-        return names
+        return names, str(said[0]["stopped"])
 
     def _verified(self, entry: Entry) -> Source:
         """A checkpoint of which this rank has verified its share of the files. Raises Damaged."""
@@ -333,14 +363,16 @@ class Checkpointer:
         """All checks, on all ranks; None if what was read is damaged, which goes to the list."""
         mine: dict[str, Any] = {"damage": None, "error": None}
         prepared: Restoration | None = None
+        work_s = 0.0
         try:
             source = read()
+            work_s = _reading_s(source)
             prepared = Restoration(self._subject, source, choice, self.rank, self.world)
         except Damaged as error:
             mine["damage"] = str(error)
         except Exception as error:  # all ranks have to hear of it before any of them changes something
             mine["error"] = str(error) if isinstance(error, StateError) else f"{type(error).__name__}: {error}"
-        said = self._agreement.exchange(mine, f"restoring {what}")
+        said = self._agreement.exchange(mine, f"restoring {what}", work_s=work_s)
         for rank, one in enumerate(said):
             if one["damage"]:
                 text = one["damage"] if rank == self.rank else f"(seen by rank {rank}) {one['damage']}"
@@ -354,9 +386,23 @@ class Checkpointer:
         return prepared
 
     def _load(self, prepared: Restoration) -> Restored:
-        result = prepared.run()
+        raised: Exception | None = None
+        try:
+            result = prepared.run()
+        except Exception as error:  # whatever a user's load_state_dict() raises: the others are waiting for this rank
+            raised = error
+        mine = {"error": None if raised is None else f"{type(raised).__name__}: {raised}"}
         # Ranks that share the memory of parameters must not step before the last of them has loaded.
-        self._agreement.exchange({}, "restored")
+        unless = "What was saved is loaded on this rank, but not on all."
+        said = self._agreement.exchange(mine, "restored", unless, _reading_s(prepared.source))
+        if raised is not None:
+            raise raised
+        for rank, one in enumerate(said):
+            if one["error"]:
+                raise StateError(
+                    f"rank {rank} could not load all of {prepared.result.path}: {one['error']}. The ranks are not alike any "
+                    "more: end the run, and restore without the part that does not fit (parts=)."
+                )
         prepared.finish()
         for line in result.left_out:
             logger.info("rank %d: left out: %s", self.rank, line)
@@ -369,7 +415,7 @@ class Checkpointer:
             others = [entry for entry in entries(self._disk, self.folder) if str(entry.name) not in tried]
             good = newest_good(self._disk, others)
             mine["offer"] = None if good is None else good.step
-        step = self._agreement.exchange(mine, "looking for another checkpoint")[0]["offer"]
+        step = self._agreement.exchange(mine, "looking for another checkpoint", work_s=_OFFER_S)[0]["offer"]
         if step is None:
             return "No other checkpoint in the folder is whole."
         return f"The newest good checkpoint is that of step {step}: restore(step={step})."
@@ -393,6 +439,11 @@ class Checkpointer:
         else:
             # The others may never call `wait`; the writer finishes by itself.
             self._finalizer()
+
+
+def _reading_s(source: Source) -> float:
+    """How long a rank may take for its part of a checkpoint, beyond the time limit for coming at all."""
+    return float(source.about.get("total_bytes", 0)) / _SLOWEST_BYTES_PER_S
 
 
 def _let_go(writer: Writer, memory: SharedMemory) -> None:

@@ -1,4 +1,4 @@
-"""From and to the checkpoints of others: torch.save, torch.distributed.checkpoint, safetensors.
+"""From and to the checkpoints of others: torch.save, torch.distributed.checkpoint (`safetensors` has a file of its own).
 
 In one process, tensor by tensor where the format allows it. Reading torch.distributed.checkpoint unpickles, since that is
 how torch writes what is not a tensor: convert only what you trust. Everything else here, and all loading of ours, does not.
@@ -7,9 +7,8 @@ how torch writes what is not a tensor: convert only what you trust. Everything e
 from __future__ import annotations
 
 import contextlib
-import json
-import os
 import secrets
+import time
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -25,26 +24,6 @@ from .storage.library import next_number
 from .storage.manifest import Manifest, SaveName
 from .storage.writer import Job, Save
 from .tree import decode
-
-_SAFETENSORS = {
-    "float64": "F64",
-    "float32": "F32",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "int64": "I64",
-    "int32": "I32",
-    "int16": "I16",
-    "int8": "I8",
-    "uint8": "U8",
-    "bool": "BOOL",
-    "uint16": "U16",
-    "uint32": "U32",
-    "uint64": "U64",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-    "complex64": "C64",
-}
-
 
 # -- out -------------------------------------------------------------------------------------------
 
@@ -107,38 +86,6 @@ def _without_a_group() -> Iterator[None]:
         yield
 
 
-def to_safetensors(source: Source, path: str) -> int:
-    """The model alone, as a safetensors file; returns how many tensors. A shared one is written once, by its first name."""
-    keys = sorted(key for key in source.infos if key.startswith("model/"))
-    header: dict[str, Any] = {"__metadata__": {"format": "pt", "step": str(source.about.get("step", 0))}}
-    at = 0
-    for key in keys:
-        info = source.infos[key]
-        if info.dtype not in _SAFETENSORS:
-            raise StateError(f"safetensors has no {info.dtype}, which '{key.removeprefix('model/')}' is.")
-        span = [at, at + info.num_bytes]
-        header[key.removeprefix("model/")] = {
-            "dtype": _SAFETENSORS[info.dtype],
-            "shape": list(info.shape),
-            "data_offsets": span,
-        }
-        at = span[1]
-    text = json.dumps(header, separators=(",", ":")).encode()
-    # The format wants the data to begin at a multiple of eight.
-    text += b" " * (-len(text) % 8)
-    draft = f"{path}.{secrets.token_hex(4)}"
-    with open(draft, "wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for key in keys:
-            values = source.whole(key).contiguous()
-            if values.numel():
-                file.write(_bytes_of(values.reshape(-1).view(torch.uint8)))
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(draft, path)
-    return len(keys)
-
-
 def _bytes_of(values: torch.Tensor) -> memoryview:
     array: Any = values.numpy()
     return memoryview(array)
@@ -192,7 +139,7 @@ def write_source(source: MemorySource, disk: Disk, folder: str, step: int | None
     layout = lay_out(source.pieces)
     memory = torch.zeros(layout.num_bytes, dtype=torch.uint8)
     fill(memory, source.pieces, layout)
-    about = {"step": number, "metrics": {}, "world": 1, "total_bytes": layout.num_bytes, "from": source.where}
+    about = {"step": number, "metrics": {}, "total_bytes": layout.num_bytes, "time": time.time(), "from": source.where}
     placed = (dict(layout.tensors), list(layout.extents))
     manifest = Manifest(str(name), 0, 1, layout.num_bytes, *placed, source.texts[0], about)
     try:

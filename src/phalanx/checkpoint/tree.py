@@ -4,7 +4,8 @@ Numbers, strings, None, lists and dicts with string keys are JSON's own. Everyth
 
     {"@tensor": path}  {"@array": path}      pulled out; `path` names it
     {"@number": [dtype, value]}              a tensor without dimensions, as it is
-    {"@tuple": […]}  {"@set": […]}  {"@deque": […]}  {"@items": [[key, value], …]}  {"@counter": [[key, value], …]}
+    {"@tuple": […]}  {"@set": […]}  {"@frozenset": […]}  {"@deque": […]}  {"@window": [maxlen, […]]}, a deque that has one
+    {"@items": [[key, value], …]}  {"@counter": [[key, value], …]}
     {"@bytes": hex}  {"@complex": [re, im]}  {"@scalar": [dtype, value]}  {"@dtype": name}  {"@device": name}
 
 What has no such form is refused by its path: a checkpoint that leaves out a part of the state in silence is worse than none.
@@ -50,6 +51,8 @@ def _encode(value: Any, path: str, what: str, leaves: dict[str, torch.Tensor]) -
         # Sets in an order of their own, so that equal states are equal texts.
         items = sorted(value, key=repr) if isinstance(value, (set, frozenset)) else value
         encoded = [_encode(item, f"{path}.{i}" if path else str(i), what, leaves) for i, item in enumerate(items)]
+        if isinstance(value, deque) and value.maxlen is not None:
+            return {"@window": [value.maxlen, encoded]}
         form = next((name for kind, name in _SEQUENCES.items() if isinstance(value, kind)), None)
         return encoded if form is None else {form: encoded}
     if isinstance(value, Mapping) and type(value) in _MAPPINGS:
@@ -65,7 +68,8 @@ def _put(leaf: torch.Tensor, path: str, leaves: dict[str, torch.Tensor]) -> str:
     return path
 
 
-_SEQUENCES: dict[type, str] = {tuple: "@tuple", set: "@set", frozenset: "@set", deque: "@deque"}
+_SEQUENCES: dict[type, str] = {tuple: "@tuple", set: "@set", frozenset: "@frozenset", deque: "@deque"}
+_MAKERS: dict[str, type] = {form: kind for kind, form in _SEQUENCES.items()}
 _MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
 
 
@@ -116,9 +120,10 @@ def decode(tree: Any, leaf: Leaf) -> Any:
     if form in ("@tensor", "@array"):
         found = leaf(content)
         return found if form == "@tensor" else found.numpy()
-    if form in ("@tuple", "@set", "@deque"):
-        make: Any = {"@tuple": tuple, "@set": set, "@deque": deque}[form]
-        return make(decode(item, leaf) for item in content)
+    if form in _MAKERS:
+        return _MAKERS[form](decode(item, leaf) for item in content)
+    if form == "@window":
+        return deque((decode(item, leaf) for item in content[1]), maxlen=content[0])
     if form in ("@items", "@counter"):
         pairs = {decode(key, leaf): decode(item, leaf) for key, item in content}
         return Counter(pairs) if form == "@counter" else pairs

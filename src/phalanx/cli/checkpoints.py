@@ -14,6 +14,7 @@ from phalanx.checkpoint.storage.library import Entry, Keep
 from phalanx.cli.console import bytes_in_words, console, importing, quantity, say, visible
 from phalanx.errors import ConfigError
 
+_HOURS = click.FloatRange(min=0)
 _STEP = click.option("--step", type=int, help="The step; the newest by default.")
 
 
@@ -35,7 +36,7 @@ def _show(found: list[Entry], folder: str) -> int:
     if not found:
         say(f"no checkpoints in {folder}")
         return 1
-    table = Table(box=None, pad_edge=False, padding=(0, 2))
+    table = Table(box=None, pad_edge=False, padding=(0, 1))
     for title in ("step", "saved", "ranks", "size", "metrics", ""):
         table.add_column(title, justify="right" if title in ("step", "ranks", "size") else "left", overflow="fold")
     # Metrics may be folded; the folder's name is copied from here into other commands.
@@ -43,11 +44,12 @@ def _show(found: list[Entry], folder: str) -> int:
     for entry in found:
         about = entry.about
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(about["time"])) if "time" in about else ""
+        if entry.commit is None:
+            when = "damaged" if entry.fault else "not committed"
         metrics = ", ".join(f"{name} {value:.6g}" for name, value in about.get("metrics", {}).items())
         size = bytes_in_words(about["total_bytes"]) if "total_bytes" in about else ""
         ranks = "" if entry.commit is None else str(entry.commit.world)
-        state = str(entry.name) + ("" if entry.commit else "  damaged" if entry.fault else "  not committed")
-        table.add_row(str(entry.step), when, ranks, size, visible(metrics), visible(state))
+        table.add_row(str(entry.step), when, ranks, size, visible(metrics), visible(str(entry.name)))
     console().print(table)
     return 0
 
@@ -83,7 +85,7 @@ def verify(ctx: click.Context, step: int | None) -> int:
     return 1 if wrong else 0
 
 
-@command.command()
+@command.command(short_help="What differs between two steps.")
 @click.argument("first", type=int)
 @click.argument("second", type=int)
 @click.pass_context
@@ -98,12 +100,12 @@ def compare(ctx: click.Context, first: int, second: int) -> int:
     return 1 if lines else 0
 
 
-@command.command()
+@command.command(short_help="Delete what no option keeps, and stopped saves.")
 @click.option("--keep-last", type=click.IntRange(min=1), default=1, show_default=True, help="How many of the newest stay.")
 @click.option("--keep-every", type=click.IntRange(min=1), help="Those of every K-th step stay.")
 @click.option("--best", metavar="METRIC", help="The best by this metric stays: the lowest, or with -METRIC the highest.")
 @click.option("--num-best", type=click.IntRange(min=1), default=1, show_default=True, help="How many best ones.")
-@click.option("--abandoned-after", type=float, default=24.0, show_default=True, help="Hours until a stopped save goes.")
+@click.option("--abandoned-after", type=_HOURS, default=24.0, show_default=True, help="Hours until a stopped save goes.")
 @click.option("--dry-run", is_flag=True, help="Only say what would be deleted.")
 @click.pass_context
 def delete(ctx: click.Context, /, dry_run: bool, abandoned_after: float, **policy: Any) -> int:
@@ -119,7 +121,7 @@ def delete(ctx: click.Context, /, dry_run: bool, abandoned_after: float, **polic
     return 0
 
 
-@command.command()
+@command.command(short_help="Write one as dcp, torch.save or safetensors.")
 @click.argument("form", type=click.Choice(["dcp", "torch", "safetensors"]))
 @click.argument("target")
 @_STEP
@@ -131,24 +133,29 @@ def export(ctx: click.Context, form: str, target: str, step: int | None) -> int:
         raise ConfigError(f"it is not whole, and is not exported: {problem}")
     with importing():
         from phalanx.checkpoint import convert
+        from phalanx.checkpoint.safetensors import to_safetensors
         from phalanx.checkpoint.source import CheckpointSource
     source = CheckpointSource(disk, entry)
-    {"dcp": convert.to_dcp, "torch": convert.to_torch, "safetensors": convert.to_safetensors}[form](source, target)
+    {"dcp": convert.to_dcp, "torch": convert.to_torch, "safetensors": to_safetensors}[form](source, target)
     say(f"step {entry.step} is in {target}")
     return 0
 
 
-@command.command("import")
-@click.argument("form", type=click.Choice(["dcp", "torch"]))
+@command.command("import", short_help="Make one of dcp, torch.save or safetensors.")
+@click.argument("form", type=click.Choice(["dcp", "torch", "safetensors"]))
 @click.argument("origin")
-@click.option("--step", type=int, help="The step it is of; by default what ORIGIN says, or 0.")
+@click.option("--step", type=click.IntRange(min=0), help="The step it is of; by default what ORIGIN says, or 0.")
 @click.pass_context
 def import_(ctx: click.Context, form: str, origin: str, step: int | None) -> int:
-    """Make a checkpoint of ORIGIN, a folder of dcp or a file of torch.save. Reading dcp unpickles: only what you trust."""
+    """Make a checkpoint of ORIGIN: a folder of dcp, a file of torch.save or of safetensors (model only).
+
+    Reading dcp unpickles: only what you trust.
+    """
     with importing():
         from phalanx.checkpoint import convert
+        from phalanx.checkpoint.safetensors import read_safetensors
         from phalanx.checkpoint.source import read_torch_file
-    source = convert.read_dcp(origin) if form == "dcp" else read_torch_file(origin)
+    source = {"dcp": convert.read_dcp, "torch": read_torch_file, "safetensors": read_safetensors}[form](origin)
     disk, folder = ctx.obj
     name = convert.write_source(source, disk, folder, step)
     say(f"{origin} is {name}")

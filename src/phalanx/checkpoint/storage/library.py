@@ -7,6 +7,7 @@ all of it, by hashes, and names file, rank and parameter.
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -37,6 +38,11 @@ class Entry:
     def about(self) -> dict[str, Any]:
         return {} if self.commit is None else dict(self.commit.about)
 
+    @property
+    def metrics(self) -> dict[str, float]:
+        """What was given to `save` with it."""
+        return dict(self.about.get("metrics", {}))
+
 
 def entries(disk: Disk, folder: str) -> list[Entry]:
     """Every save in a folder, committed or not, the oldest first."""
@@ -55,6 +61,17 @@ def _entry(disk: Disk, path: str, name: SaveName) -> Entry:
     if commit.save != str(name):
         return Entry(name, path, None, f"{path}/{COMMITTED} is that of {commit.save}: the folder was renamed or mixed up.")
     return Entry(name, path, commit)
+
+
+def never_committed(found: Sequence[Entry]) -> str:
+    """A sentence on the latest of these saves without a commit; empty if there is none."""
+    stopped = [entry for entry in found if entry.commit is None and entry.fault is None]
+    if not stopped:
+        return ""
+    return (
+        f"{stopped[-1].path} was never committed: the save was stopped before it was whole, or the folder was copied "
+        "without its file COMMITTED."
+    )
 
 
 def next_number(disk: Disk, folder: str) -> int:
@@ -124,10 +141,10 @@ def _data_problems(disk: Disk, entry: Entry, manifest: Manifest) -> Iterator[Pro
     path = f"{entry.path}/{data_file(manifest.rank)}"
     try:
         size = disk.size(path)
+        view = disk.view(path, min(size, manifest.num_bytes))
     except OSError as error:
         yield Problem(path, manifest.rank, _missing(error))
         return
-    view = disk.view(path, min(size, manifest.num_bytes))
     for extent in manifest.extents:
         end = extent.offset + (extent.stop - extent.start) * manifest.tensors[extent.key].itemsize
         what = f"{said(extent.key)}, elements {extent.start} to {extent.stop}"
@@ -138,6 +155,18 @@ def _data_problems(disk: Disk, entry: Entry, manifest: Manifest) -> Iterator[Pro
             yield Problem(path, manifest.rank, f"damaged: {what} are not what was saved (bytes {extent.offset} to {end})")
     if size > manifest.num_bytes:
         yield Problem(path, manifest.rank, f"has {size} bytes, expected {manifest.num_bytes}: something was added")
+
+
+def _view(disk: Disk, entry: Entry, manifest: Manifest) -> Any:
+    """All bytes of a rank's file. Raises StateError unless there are as many as were saved."""
+    path = f"{entry.path}/{data_file(manifest.rank)}"
+    try:
+        size = disk.size(path)
+        if size >= manifest.num_bytes:
+            return disk.view(path, manifest.num_bytes)
+    except OSError as error:
+        raise StateError(f"{path}: rank {manifest.rank}: {_missing(error)}.") from error
+    raise StateError(f"{path}: rank {manifest.rank}: truncated at {size} of {manifest.num_bytes} bytes.")
 
 
 def _missing(error: OSError) -> str:
@@ -178,7 +207,7 @@ class _Contents:
         self.infos: dict[str, Any] = {}
         self.hashes: dict[str, list[tuple[int, int, str]]] = {}
         for manifest in manifests(disk, entry):
-            self._views.append(disk.view(f"{entry.path}/{data_file(manifest.rank)}", manifest.num_bytes))
+            self._views.append(_view(disk, entry, manifest))
             self.infos.update(manifest.tensors)
             for extent in manifest.extents:
                 size = (extent.stop - extent.start) * manifest.tensors[extent.key].itemsize
@@ -214,6 +243,17 @@ class Keep:
         if self.last < 1 or (self.every is not None and self.every < 1) or self.num_best < 1:
             raise ConfigError(f"a policy keeps something: last, every and num_best must be 1 or more, got {self}.")
 
+    def check_metric(self, found: Sequence[Entry]) -> None:
+        """A metric that nobody knows is a name misspelled, and its best one would go with the others."""
+        if self.best is None or not found:
+            return
+        known = sorted({metric for entry in found for metric in entry.metrics})
+        if self.best.lstrip("-") not in known:
+            raise ConfigError(
+                f"no checkpoint has the metric {self.best.lstrip('-')!r} by which the best is to stay; they have "
+                f"{', '.join(known) or 'none'}. Nothing was deleted."
+            )
+
     def keeps(self, found: Sequence[Entry]) -> set[SaveName]:
         """The names to keep, of committed saves in the order of their making."""
         kept = {entry.name for entry in found[-self.last :]}
@@ -221,16 +261,21 @@ class Keep:
             kept |= {entry.name for entry in found if entry.step % self.every == 0}
         if self.best is not None:
             metric, sign = self.best.lstrip("-"), -1 if self.best.startswith("-") else 1
-            scored = [(entry.about.get("metrics", {}).get(metric), entry.name) for entry in found]
-            ranked = sorted((sign * value, name) for value, name in scored if value is not None)
+            scored = [(entry.metrics.get(metric, math.nan), entry.name) for entry in found]
+            # NaN is neither the lowest nor the highest, and in a sort anything.
+            ranked = sorted((sign * value, name) for value, name in scored if not math.isnan(value))
             kept |= {name for _, name in ranked[: self.num_best]}
         return kept
 
 
 def prune(disk: Disk, folder: str, keep: Keep, dry_run: bool = False) -> list[Entry]:
-    """Delete what `keep` does not name, and what stopped saves left; returns what was (or would be) deleted."""
+    """Delete what `keep` does not name, and what stopped saves left; returns what was (or would be) deleted.
+
+    Raises ConfigError, with nothing deleted, if no checkpoint has the metric by which the best is to stay.
+    """
     found = entries(disk, folder)
     committed = [entry for entry in found if entry.commit is not None]
+    keep.check_metric(committed)
     kept = keep.keeps(committed)
     doomed = [entry for entry in committed if entry.name not in kept]
     # One with a fault is not counted and not deleted: somebody may want to look at it.

@@ -23,7 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ...errors import CheckpointError, StateError
+from ...errors import CheckpointError, ConfigError, StateError
 from .disk import Disk, disk_of
 from .library import Keep, prune
 from .manifest import COMMITTED, PIECE_BYTES, Commit, Extent, Manifest, content_hash, data_file, failure_file, manifest_file
@@ -99,7 +99,7 @@ class Save:
             # After the report: a checkpoint that could not be deleted is no failure of this one.
             try:
                 prune(self._disk, self._job.folder, Keep(**self._job.keep))
-            except (OSError, StateError) as error:
+            except (OSError, StateError, ConfigError) as error:
                 self._report({"state": WARNING, "text": f"old checkpoints could not be deleted: {error}"})
 
     def _write(self) -> None:
@@ -195,7 +195,11 @@ class Save:
         """Tell the other ranks' writers, and give back what was used of a disk that may be full."""
         rank = self._manifest.rank
         with contextlib.suppress(OSError):
-            if manifest_file(rank) not in self._disk.names(self._folder):
+            names = set(self._disk.names(self._folder))
+            # A rank that gave up before its manifest was there never makes one, so nobody can commit this save any more. Not
+            # if a rank is only missing: it may be slow, and commit what this one has written.
+            gave_up = [one for one in range(self._manifest.world) if one == rank or failure_file(one) in names]
+            if any(manifest_file(one) not in names for one in gave_up):
                 self._disk.remove(f"{self._folder}/{data_file(rank)}")
         with contextlib.suppress(OSError):
             self._disk.publish(self._folder, failure_file(rank), text.encode(), str(rank))
