@@ -96,6 +96,11 @@ def test_every_way_of_compiling_gives_the_same_bits_and_keeps_the_overlap(way: W
         assert early >= (1.0 if way is not layers else 0.3)
 
 
+def test_compiled_layers_are_computed_again_by_the_graphs_of_their_forward() -> None:
+    """Cut otherwise, or not at all, a graph saves other tensors, which checkpointing refuses."""
+    assert all(equal for equal, _, _ in run_ranks(2, train_one_way, layers, "gpt_checkpointed"))
+
+
 class Counting:
     """An inner compiler that counts, and leaves a graph as it is."""
 

@@ -441,6 +441,7 @@ def test_loaders_that_differ_are_named() -> None:
     ("given", "options", "kind", "message"),
     [
         (Numbers(3), {}, ArgumentTypeError, r"takes a torch.utils.data.DataLoader, got Numbers\. Wrap the dataset"),
+        (nn.Linear(1, 1), {}, ArgumentTypeError, r"got Linear\. The model comes second"),
         (DataLoader(Numbers(3)), {"uneven": "pad"}, ConfigError, "uneven should be one of weight, join, drop, got 'pad'"),
         (DataLoader(Numbers(3)), {"model": nn.Linear(1, 1)}, ArgumentTypeError, r"got Linear\. Wrap the model first"),
         (DataLoader(Numbers(3)), {"count": len}, ConfigError, "Pass the model as well"),

@@ -11,6 +11,7 @@ from torch import nn
 
 import phalanx
 from phalanx.ddp.features.buffers import BufferHookLocation
+from phalanx.errors import MismatchError
 from tests.cluster import run_ranks
 
 
@@ -111,3 +112,26 @@ def silent_forward(rank: int, world: int) -> None:
 
 def test_forward_without_gradients_touches_no_communication() -> None:
     run_ranks(2, silent_forward)
+
+
+def other_buffers(rank: int, world: int) -> str:
+    net = nn.Sequential(nn.Linear(2, 2))
+    names = ["first", "second"]
+    for name in names if rank == 0 else names[::-1]:
+        net.register_buffer(name, torch.full((3,), float(rank * 10 + names.index(name))))
+    wrapped = phalanx.DistributedDataParallel(net)
+    assert net.first.tolist() == [0.0] * 3 and net.second.tolist() == [1.0] * 3, "whatever the order of registration"
+    if rank == 1:
+        net.first = torch.zeros(4)  # as many bytes as before, where they are rounded up
+    try:
+        wrapped(torch.ones(1, 2))
+    except MismatchError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("backend", ["gloo", "phalanx"])
+def test_a_buffer_that_one_rank_replaces_by_a_larger_one_is_an_error(backend: str) -> None:
+    said = run_ranks(2, other_buffers, backend=backend)
+    # Rank 0 has sent its own, and hears of it when it needs the other rank again.
+    assert said[0] == "" and "this rank has 2 tensors of 28 bytes together, rank 0 has 2 of 24" in said[1], said

@@ -107,8 +107,9 @@ def outputs(rank: int, world: int) -> list[torch.Tensor]:
     torch.manual_seed(0)
     wrapped = phalanx.DistributedDataParallel(Talkative(), on_unused="ignore")
     assert wrapped.motto == "together" and wrapped.describe() == "together: 4"
-    with pytest.raises(AttributeError, match="nonsense"):
+    with pytest.raises(AttributeError, match="'Talkative' object has no attribute 'nonsense'") as missing:
         _ = wrapped.nonsense
+    assert missing.value.__context__ is None  # one traceback, of the model's, and not another for the wrapper
     assert wrapped.train() is wrapped and wrapped.eval().training is False
     wrapped.train()
     grads = []

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import phalanx
-from phalanx.ddp.notices import accumulation
+from phalanx.ddp.notices import accumulation, unmoved
 from phalanx.ddp.notices.fingerprint import fingerprint, numbers_of
 from phalanx.ddp.notices.first_inputs import FirstInputs
 from tests.cluster import run_ranks
@@ -182,7 +182,8 @@ def accumulated(rank: int, world: int, how: str) -> list[str]:
     ],
 )
 def test_no_sync_in_the_wrong_place_is_said_once_on_each_rank(how: str, words: str) -> None:
-    for rank, said in enumerate(run_ranks(2, accumulated, how, backend="phalanx")):
+    for rank, all_said in enumerate(run_ranks(2, accumulated, how, backend="phalanx")):
+        said = [text for text in all_said if "no_sync" in text]  # no optimizer steps here, which is said as well
         assert len(said) == 1 and said[0].startswith(f"rank {rank}: {words}"), said
 
 
@@ -227,6 +228,37 @@ def test_parameters_that_drift_apart_are_said_on_rank_0(how: str, step: int, who
 @pytest.mark.parametrize("how", ["alike", "hook"])
 def test_parameters_that_are_equal_or_meant_to_differ_are_not_said(how: str) -> None:
     assert run_ranks(2, drifting, how, backend="gloo") == [[], []]
+
+
+# -- parameters that nobody steps -----------------------------------------------------------------
+
+
+def standing(rank: int, world: int, how: str) -> list[str]:
+    ddp = _wrapped()
+    others = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))
+    optimizer = torch.optim.SGD(others.parameters() if how == "a copy" else ddp.parameters(), lr=1e-3)
+    draw = torch.Generator().manual_seed(rank)
+
+    def train() -> None:
+        for step in range(unmoved._SECOND + 2):
+            if how != "added up":
+                ddp.zero_grad()
+            scale = 0.0 if how == "no gradient" else 1.0
+            (scale * ddp(torch.randn(4, 8, generator=draw)).square().mean()).backward()
+            if how in ("stepped", "a copy") or (how == "added up" and step == 100):
+                optimizer.step()
+
+    return _said(train)
+
+
+def test_an_optimizer_with_the_parameters_of_another_model_is_said_on_rank_0() -> None:
+    first, second = run_ranks(2, standing, "a copy")
+    assert len(first) == 1 and "or the optimizer has the parameters of another model" in first[0] and not second
+
+
+@pytest.mark.parametrize("how", ["stepped", "added up", "no gradient"])
+def test_parameters_that_move_or_have_no_reason_to_are_not_said(how: str) -> None:
+    assert run_ranks(2, standing, how) == [[], []]
 
 
 # -- NaN ------------------------------------------------------------------------------------------

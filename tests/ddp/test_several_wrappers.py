@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import gc
+import warnings
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import phalanx
 from phalanx.comm.hooks import allreduce_hook
-from phalanx.errors import MismatchError
+from phalanx.errors import MismatchError, ReductionError
 from tests.cluster import run_ranks
 from tests.ddp.by_hand import alike, everywhere
 
@@ -192,3 +195,154 @@ def one_of_two_raises(rank: int, world: int) -> None:
 @everywhere
 def test_a_backward_of_two_wrappers_that_raises_on_all_ranks_can_be_followed_by_another(backend: str) -> None:
     run_ranks(2, one_of_two_raises, backend=backend)
+
+
+class Headed(nn.Module):
+    """A body that other models have too, and a head of its own."""
+
+    def __init__(self, body: nn.Module, width: int) -> None:
+        super().__init__()
+        self.body, self.head = body, nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor, trains_body: bool = True) -> torch.Tensor:
+        x = self.body(x)
+        return self.head(x if trains_body else x.detach())
+
+
+def two_heads(size: str) -> tuple[list[nn.Module], list[Any]]:
+    width, cap = WIDTHS[size]
+    torch.manual_seed(5)
+    body = nn.Linear(width, width)
+    models = [Headed(body, width) for _ in range(2)]
+    return models, [phalanx.DistributedDataParallel(model, bucket_cap_mb=cap) for model in models]
+
+
+def check_turns(rank: int, world: int, size: str) -> None:
+    width, _ = WIDTHS[size]
+    models, wrapped = two_heads(size)
+    for step in range(6):
+        for model in models:
+            model.zero_grad()
+        turn = step % 2
+        idle = wrapped[1 - turn](data(step, rank, width))  # waits for a backward that never comes, or comes too late
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # nobody has gone around a wrapper
+            wrapped[turn](data(step, rank, width)).square().mean().backward()
+        del idle
+        everyone = [models[turn](data(step, other, width)).square().mean() for other in range(world)]
+        params = list(models[turn].parameters())
+        wanted = torch.autograd.grad(sum(everyone) / world, params)
+        for param, mean in zip(params, wanted, strict=True):
+            assert param.grad is not None, f"step {step}: a gradient got lost"
+            torch.testing.assert_close(param.grad, mean)
+
+
+@pytest.mark.parametrize("backend", ["gloo", "phalanx"])
+@widths
+def test_wrappers_of_one_body_are_trained_by_turns(size: str, backend: str) -> None:
+    run_ranks(2, check_turns, size, backend=backend)
+
+
+def check_shared(rank: int, world: int, size: str, options: dict[str, Any], inside: bool) -> None:
+    width, cap = WIDTHS[size]
+    torch.manual_seed(5)
+    body = nn.Linear(width, width)
+    options = {"bucket_cap_mb": cap, "on_unused": "raise", **options}
+    first = phalanx.DistributedDataParallel(body if inside else Headed(body, width), **options)
+    second = phalanx.DistributedDataParallel(Headed(first if inside else body, width), **options)
+    called = [second] if inside else [first, second]
+
+    def loss(of: int, models: list[Any], *more: bool) -> torch.Tensor:
+        return torch.stack([model(data(step, of, width), *more).square().mean() for model in models]).sum()
+
+    params = list({param for model in called for param in model.parameters()})
+    for step in range(4):
+        trains_body = step != 2 or bool(options.get("static_graph"))
+        for param in params:
+            param.grad = None
+        if step == 3:
+            with first.no_sync(), second.no_sync():
+                loss(rank, called).backward()
+        loss(rank, called, trains_body).backward()
+        times = 2 if step == 3 else 1
+        total = torch.stack([loss(other, [each.module for each in called], trains_body) for other in range(world)]).sum()
+        wanted = torch.autograd.grad(total * times / world, params, allow_unused=True)
+        for param, mean in zip(params, wanted, strict=True):
+            assert (param.grad is None) == (mean is None), f"step {step}: a gradient got lost"
+            if mean is not None:
+                torch.testing.assert_close(param.grad, mean, rtol=1e-4, atol=1e-6)
+
+
+OPTIONS: tuple[dict[str, Any], ...] = ({}, {"gradient_as_bucket_view": True}, {"static_graph": True})
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("backend", ["gloo", "phalanx"])
+@widths
+def test_a_parameter_of_two_wrappers_in_one_backward_is_reduced_once(
+    size: str, backend: str, options: dict[str, Any], inside: bool
+) -> None:
+    run_ranks(2, check_shared, size, options, inside, backend=backend)
+
+
+class Recomputed(Headed):
+    """The body last in forward; from some step on also first, in a backward inside backward."""
+
+    def __init__(self, body: nn.Module, width: int) -> None:
+        super().__init__(body, width)
+        self.stem = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor, nested: bool = False) -> torch.Tensor:
+        x = checkpoint(self.body, x.clone().requires_grad_(), use_reentrant=True) if nested else x
+        return self.head(self.body(torch.tanh(self.stem(x))))
+
+
+def check_parts(rank: int, world: int) -> None:
+    width, cap = WIDTHS["small"]
+    torch.manual_seed(5)
+    body = nn.Linear(width, width)
+    models = [Recomputed(body, width), Headed(body, width)]
+    first, second = (phalanx.DistributedDataParallel(model, bucket_cap_mb=cap) for model in models)
+    for step in range(4):
+        for model in models:
+            model.zero_grad()
+        x = data(step, rank, width)
+        loss = first(x, step > 1).square().mean() + second(x).square().mean()
+        if step == 2:  # the first has sent the plain part when the second gets the nested one
+            with pytest.raises(ReductionError, match=r"'body\.(weight|bias)' belongs to two.*a part of its gradient"):
+                loss.backward()
+            continue
+        loss.backward()
+        inputs = [data(step, other, width) for other in range(world)]
+        total = sum(models[0](each, step > 1).square().mean() + models[1](each).square().mean() for each in inputs)
+        got = body.weight.grad
+        for model in models:
+            model.zero_grad()
+        (total / world).backward()  # type: ignore[union-attr]
+        torch.testing.assert_close(got, body.weight.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_two_wrappers_that_got_a_part_of_a_gradient_each_say_so() -> None:
+    run_ranks(2, check_parts)
+
+
+def wrap_anew(rank: int, world: int) -> tuple[int, int, int]:
+    """How many gradients are packed on arrival: with an old wrapper around, when it has gone, and when one has come."""
+    model = nn.Sequential(nn.Linear(144, 144), nn.Linear(144, 144))
+    old = phalanx.DistributedDataParallel(model)
+    new = phalanx.DistributedDataParallel(model)
+    counts = [sum(new.reducer.is_large)]
+    del old
+    gc.collect()
+    new(data(0, rank, 144)).square().mean().backward()
+    counts.append(sum(new.reducer.is_large))
+    other = phalanx.DistributedDataParallel(model[1])
+    new(data(1, rank, 144)).square().mean().backward()
+    counts.append(sum(new.reducer.is_large))
+    assert other.reducer.is_large == bytearray(2)
+    return counts[0], counts[1], counts[2]
+
+
+def test_parameters_are_shared_for_as_long_as_there_is_another_wrapper() -> None:
+    assert run_ranks(2, wrap_anew) == [(0, 2, 1)] * 2

@@ -152,6 +152,22 @@ def test_a_parameter_frozen_after_wrapping_counts_as_unused() -> None:
     run_ranks(2, frozen_after_wrapping)
 
 
+def said_of_frozen(rank: int, world: int) -> list[str]:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+    wrapped = phalanx.DistributedDataParallel(model)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(4):
+            wrapped.zero_grad()
+            _step(wrapped, rank, step)
+            model[0].requires_grad_(False)
+    return [str(warning.message) for warning in caught if "no rank used" in str(warning.message)]
+
+
+def test_who_froze_a_parameter_is_not_told_to_freeze_it() -> None:
+    assert run_ranks(2, said_of_frozen) == [[], []]
+
+
 def unfrozen_after_wrapping(rank: int, world: int) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
     model[0].bias.requires_grad_(False)

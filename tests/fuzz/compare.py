@@ -174,6 +174,8 @@ def judge(program: Program, trace: Sequence[Snapshot], rank: int, state: dict[st
     for at, (event, got) in enumerate(zip(program.events, trace, strict=True)):
         before = [p.detach().clone() for p in jobs[rank].params]
         scales = [0.0] * len(before)
+        if type(event).__name__ == "Step" and ... in got.grads and any(job.is_in_doubt for job in jobs):
+            return Verdict(None, tuple(shared))  # zeros of a failed backward, or none: nobody can see which
         advance(jobs, event, scales)
         wanted = [take_snapshot(job) for job in jobs]
         if program.nonfinite is not None and _has_overflowed(jobs):

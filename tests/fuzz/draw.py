@@ -32,6 +32,10 @@ def draw(seed: int) -> Program:
     return _Draw(seed).program()
 
 
+# Kinds of programs whose backwards do not reach every parameter.
+LEAVES_SOME_OUT = {"unused", "experts", "freeze", "partial", "penalty", "inner"}
+
+
 class _Draw(Traits):
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
@@ -137,7 +141,7 @@ class _Draw(Traits):
         found = [zero] if zero else []
         if "place" in self.kinds and self.often(0.5):
             # Where nobody uses a parameter, ranks would step it with what each of them placed there.
-            unsure = self.kinds & {"unused", "experts", "freeze", "partial", "penalty"} or self.options["skip_unused"]
+            unsure = self.kinds & LEAVES_SOME_OUT or self.options["skip_unused"]
             found = [ev.Zero(), ev.Place(self.chance.choice(("alike" if unsure else "own", "flat")))]
         if "no_sync" in self.kinds and self.often(0.6):
             found += [self.draw_pass(step, sync=False) for _ in range(self.chance.choice((1, 1, 2)))]
@@ -203,6 +207,9 @@ class _Draw(Traits):
         if "fail" in self.kinds and self.often(0.4):
             routes = self.draw_routes(step, nested=False, alike=True)
             at, how = self.chance.randrange(len(routes[0])), self.chance.choice(("none", "zeros", "zeros"))
+            if "freeze" in self.kinds and self.mode.startswith("overlapped"):
+                # Frozen afterwards, zeros that no backward has reduced would stay for good, and are refused at the step.
+                how = "none"
             found.append(ev.Fail(self.fresh(), routes, at=at, how=how, sync=self.often(0.8)))
         if "reload" in self.kinds and self.often(0.4):
             found.append(ev.Reload("optimizer" if self.often(0.5) and self.mode != "in_backward" else "module"))

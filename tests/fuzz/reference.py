@@ -60,6 +60,8 @@ class Alone:
         name, options = OPTIMIZERS[program.optimizer]
         self.optimizer = getattr(torch.optim, name)(self.params, **options)
         sparse = [p for part in self.model.modules() if isinstance(part, SparseWords) for p in part.parameters()]
+        # What a backward that failed may have left as zeros.
+        self.doubtful: set[int] = set()
         self.is_sparse = [any(p is q for q in sparse) for p in self.params]
         for number, param in enumerate(self.params):
             if param.requires_grad:
@@ -148,9 +150,10 @@ class Alone:
             self.heard.clear()
             return
         held = [None if p.grad is None else p.grad.clone() for p in self.params]
-        fired = list(self.fired)
+        fired, self.fired = list(self.fired), [False] * len(self.fired)
         with contextlib.suppress(ArithmeticError):
             loss.backward()
+        self.doubtful |= {number for number, has_come in enumerate(self.fired) if has_come}
         self.fired = fired
         self.heard.clear()
         for param, grad in zip(self.params, held, strict=True):
@@ -168,7 +171,14 @@ class Alone:
         self.heard.clear()
 
     def zero(self, how: str, via: str) -> None:
+        if how == "none":
+            self.doubtful.clear()
         self.model.zero_grad(set_to_none=how == "none")
+
+    @property
+    def is_in_doubt(self) -> bool:
+        """Whether some gradient is none here and may as well be zeros, which make a step by decay and momentum."""
+        return any(self.params[number].grad is None for number in self.doubtful)
 
     def clip(self, norm: float) -> None:
         torch.nn.utils.clip_grad_norm_(self.params, norm)

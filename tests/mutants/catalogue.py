@@ -6,7 +6,9 @@ from tests.mutants import (
     of_checkpoint,
     of_data,
     of_elastic,
+    of_failures,
     of_features,
+    of_hosts,
     of_order,
     of_passes,
     of_slots,
@@ -25,4 +27,6 @@ MUTATIONS: tuple[Mutation, ...] = (
     *of_data.MUTATIONS,
     *of_elastic.MUTATIONS,
     *of_survival.MUTATIONS,
+    *of_hosts.MUTATIONS,
+    *of_failures.MUTATIONS,
 )

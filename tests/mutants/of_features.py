@@ -83,8 +83,8 @@ MUTATIONS = (
     Mutation(
         name="buffers: buffers always come from rank 0",
         file=BUFFERS,
-        old='            replicate(list(named.values()), collectives, source, "synchronising buffers")\n',
-        new='            replicate(list(named.values()), collectives, 0, "synchronising buffers")\n',
+        old='            replicate(self.in_order(), collectives, source, "synchronising buffers")\n',
+        new='            replicate(self.in_order(), collectives, 0, "synchronising buffers")\n',
         words="Conv",
         tests="tests/ddp/test_buffers.py tests/ddp/test_join.py",
     ),

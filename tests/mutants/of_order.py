@@ -9,6 +9,8 @@ HOOKS = "src/phalanx/ddp/reducer/hooks.py"
 ORDER = "src/phalanx/ddp/passes/order.py"
 REDUCER = "src/phalanx/ddp/reducer/reducer.py"
 MODULE = "src/phalanx/ddp/module.py"
+BUCKET = "src/phalanx/ddp/buckets/bucket.py"
+ARMING = "src/phalanx/ddp/passes/arming.py"
 TESTS = "tests/ddp/test_several_wrappers.py"
 
 MUTATIONS = (
@@ -66,6 +68,34 @@ MUTATIONS = (
         file=MODULE,
         old="        return order.num_named\n",
         new="        return 1\n",
+        tests=TESTS,
+    ),
+    Mutation(
+        name="order: a wrapper gives back None where another one has given a mean",
+        file=BUCKET,
+        old="        elif self._owners[place] is not None:\n",
+        new="        else:\n",
+        tests=TESTS,
+    ),
+    Mutation(
+        name="order: a parameter that another wrapper has reduced is called unused",
+        file=REDUCER,
+        old="        unused = self.sharers.leave_out(run.unused_everywhere, self.params)\n",
+        new="        unused = run.unused_everywhere\n",
+        tests=TESTS,
+    ),
+    Mutation(
+        name="order: a backward of another wrapper is taken for one's own",
+        file=ARMING,
+        old="        elif self._demanded is None and reducer.sharers.have_noted:\n            return False\n",
+        new="",
+        tests=TESTS,
+    ),
+    Mutation(
+        name="order: of two means of one parameter the second takes the place of the first",
+        file=FLIGHT,
+        old="        self.reducer.sharers.claim(self.reducer, self)\n",
+        new="",
         tests=TESTS,
     ),
 )

@@ -111,9 +111,8 @@ MUTATIONS = (
     Mutation(
         name="bucket: a gradient that no rank used is not given back",
         file=BUCKET,
-        old="        else:\n            self.params[place].grad = self._owners[place]\n"
-        "        if self.states[place] != SCATTERED:\n",
-        new="        if self.states[place] != SCATTERED:\n",
+        old="            self.params[place].grad = self._owners[place]\n        if self.states[place] != SCATTERED:\n",
+        new="            pass\n        if self.states[place] != SCATTERED:\n",
         words="unused zeros",
         tests="tests/ddp/test_unused.py",
     ),

@@ -149,7 +149,7 @@ MUTATIONS = (
     Mutation(
         name="in place: lines of the script after step() are taken to be of no importance",
         file=IN_PLACE,
-        old='        return "loader" in self._subject.parts and not self._subject.extra\n',
+        old="        return not self._subject.extra\n",
         new="        return True\n",
         tests=RUNS,
     ),

@@ -14,8 +14,10 @@ from typing import Any
 import pytest
 import torch
 
+from phalanx.launch import variables
 from phalanx.swap import install, uninstall
 from phalanx.swap.groups import swapped_backend
+from phalanx.swap.install import SWAP
 from tests.cluster import Leak, run_ranks
 from tests.cluster.command import run_command
 from tests.cluster.process import SEARCH_PATH
@@ -124,3 +126,7 @@ def test_the_backend_is_known_without_an_import_of_ours(tmp_path: Path) -> None:
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), SEARCH_PATH])}
     done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=50)
     assert done.stdout.split() == ["phalanx", "[1.0,", "1.0,", "1.0]"], done.stderr
+
+
+def test_the_launcher_and_its_workers_mean_the_same_variable() -> None:
+    assert variables.SWAP == SWAP

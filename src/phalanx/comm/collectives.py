@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..errors import CommunicationError
+from ..errors import CommunicationError, PhalanxError
 from .failure.agreement import Settings, agreement_of
 from .failure.board import FailureBoard, board_of
 from .failure.waiter import Waiter
@@ -76,6 +76,10 @@ class Collectives(abc.ABC):
     def wait_future(self, future: torch.futures.Future[Any], where: str) -> Any:
         """The future's value; its failure is explained as a collective's is."""
         return self._waiter.wait_future(future, where)
+
+    def explain(self, error: RuntimeError, where: str) -> RuntimeError:
+        """What to raise for an error of a collective of torch's own on this group: it names the rank at fault, if one is."""
+        return error if isinstance(error, PhalanxError) else self._waiter.explain_transport(error, where)
 
     def agree(self, occasion: str, settings: Settings, changed: str = "") -> None:
         """Raise MismatchError on every rank, naming what differs and where, unless all ranks give equal `settings`.

@@ -1,14 +1,19 @@
 """Making every rank hold what one rank holds: parameters at the start, buffers before a forward.
 
-Tensors of any dtype travel as bytes, many in one collective. Must not know of modules.
+Tensors of any dtype travel as bytes, many in one collective. Buffers may be replaced by the user at any time, on one rank
+alone; so on the CPU, where looking costs nothing, the source says before its bytes what tensors these are. Must not know of
+modules.
 """
 
 from __future__ import annotations
 
+import zlib
+from array import array
 from collections.abc import Iterator, Sequence
 
 import torch
 
+from ..errors import MismatchError
 from .collectives import Collectives
 from .memory.pages import zeros_in_pages
 
@@ -52,6 +57,32 @@ def _windows(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[torch.
     return buffer, windows
 
 
+def _facts(chunk: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """How many tensors these are, of how many bytes together, and a number made of the size of each: in one tensor.
+
+    None for a device: looking at what came would make the host wait.
+    """
+    if chunk[0].device.type != "cpu":
+        return []
+    # Asked before each forward, of hundreds of buffers: no words are made of them.
+    sizes = array("q", [tensor.nbytes for tensor in chunk])
+    return [torch.tensor([len(sizes), sum(sizes), zlib.crc32(sizes)])]
+
+
+def _others(
+    mine: torch.Tensor, said: torch.Tensor, collectives: Collectives, source: int, what: str
+) -> MismatchError:
+    (num, num_bytes, _), (num_there, bytes_there, _) = mine.tolist(), said.tolist()
+    error = MismatchError(
+        f"rank {collectives.rank}: {what} from rank {source}: this rank has {num} tensors of {num_bytes} bytes together, "
+        f"rank {source} has {num_there} of {bytes_there}, or each of another size. Add, remove and replace buffers on every "
+        "rank alike."
+    )
+    # Rank `source` has sent and goes on: it is told at its next collective.
+    collectives.board.post_error(error)
+    return error
+
+
 @torch.no_grad()
 def replicate(
     tensors: Sequence[torch.Tensor], collectives: Collectives, source: int, what: str
@@ -59,11 +90,15 @@ def replicate(
     """Overwrite `tensors` on every rank by those of rank `source`. Same shapes and dtypes everywhere."""
     wanted = [tensor for tensor in tensors if tensor.numel()]
     for chunk in _chunks(wanted):
-        buffer, windows = _windows(chunk)
+        facts = _facts(chunk)
+        buffer, windows = _windows([*facts, *chunk])
         if collectives.rank == source:
-            torch._foreach_copy_(windows, chunk)
+            torch._foreach_copy_(windows, [*facts, *chunk])
         collectives.wait(collectives.broadcast(buffer, source), f"{what} from rank {source}")
         if collectives.rank != source:
+            for mine, said in zip(facts, windows, strict=False):
+                if not torch.equal(said, mine):
+                    raise _others(mine, said, collectives, source, what)
             # Through .data: an earlier forward may have saved the tensor (BatchNorm does), and its backward is to go
             # on with the values that this writes, which are those of the rank all are to follow.
-            torch._foreach_copy_([tensor.data for tensor in chunk], windows)
+            torch._foreach_copy_([tensor.data for tensor in chunk], windows[len(facts) :])

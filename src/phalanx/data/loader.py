@@ -44,11 +44,12 @@ class Loader:
         split_batches: bool = False,
         sharded: bool = False,
     ) -> None:
-        if not isinstance(loader, DataLoader):
-            raise ArgumentTypeError(
-                f"loader takes a torch.utils.data.DataLoader, got {type(loader).__name__}. Wrap the dataset: "
-                "DataLoader(dataset, batch_size=…, shuffle=True)."
-            )
+        given: object = loader
+        if not isinstance(given, DataLoader):
+            remedy = "Wrap the dataset: DataLoader(dataset, batch_size=…, shuffle=True)"
+            if isinstance(given, nn.Module):
+                remedy = "The model comes second: worker.loader(loader, model)"
+            raise ArgumentTypeError(f"loader takes a torch.utils.data.DataLoader, got {type(given).__name__}. {remedy}.")
         if uneven is not None and uneven not in _ENDINGS:
             raise ConfigError(f"uneven should be one of {', '.join(_ENDINGS)}, got {uneven!r}")
         self._model = _wrapper(model)
@@ -205,6 +206,8 @@ class Loader:
             "batch size": None if sharded else given.batch_size,
             "drop_last": None if sharded else bool(given.drop_last),
             "kind": kind_of(given, sharded).unit,
+            # Rank 0's order is everybody's: what another rank asks for would have no effect.
+            "sampler": None if sharded else type(given.sampler).__name__,
             "model": "given" if self._model is not None else "not given",
             "uneven": self._settings.ending,
             "split_batches": self._settings.split_batches,

@@ -6,8 +6,9 @@ same order. A world of one communicates nothing.
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
@@ -15,11 +16,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..comm.torch_backend import collectives_for
 from ..errors import ArgumentTypeError, ConfigError, MismatchError, PeerFailure
 from ..observe.live.pulse import waiting
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+@contextlib.contextmanager
+def _together(where: str) -> Iterator[None]:
+    """Around a collective of torch's own: what a rank or a connection did to it is an error that names the rank."""
+    with waiting():
+        try:
+            yield
+        except RuntimeError as error:
+            if dist.group.WORLD is None:
+                raise
+            raise collectives_for(dist.group.WORLD).explain(error, where) from error
 
 
 class Exchange:
@@ -77,7 +91,7 @@ class Exchange:
         if self.world == 1:
             return [value]
         found: list[Any] = [None] * self.world
-        with waiting():
+        with _together("gathering values"):
             dist.all_gather_object(found, value)
         return found
 
@@ -86,7 +100,7 @@ class Exchange:
         if self.world == 1:
             return value
         box = [value]
-        with waiting():
+        with _together("waiting for a value of rank 0"):
             dist.broadcast_object_list(box, src=0, device=self.device)
         return box[0]
 
@@ -99,12 +113,12 @@ class Exchange:
     def barrier(self) -> None:
         """Return when every rank has come here."""
         if self.world > 1:
-            with waiting():
+            with _together("a barrier"):
                 dist.barrier()
 
     def _sum(self, tensor: Tensor) -> None:
         if self.world > 1:
-            with waiting():
+            with _together("adding up values"):
                 dist.all_reduce(tensor)
 
     def _gather_tensor(self, tensor: Tensor) -> Tensor:
@@ -123,7 +137,7 @@ class Exchange:
         sent[: widths[self.rank]] = mine.contiguous().reshape(-1).view(torch.uint8)
         found = [sent] if self.world == 1 else [torch.empty_like(sent) for _ in kinds]
         if self.world > 1 and max(widths):
-            with waiting():
+            with _together("gathering tensors"):
                 dist.all_gather(found, sent)
         parts = [
             one[:width].view(mine.dtype).reshape(shape)

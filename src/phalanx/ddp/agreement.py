@@ -32,7 +32,8 @@ def _describe(spec: dict[str, Any] | None) -> str:
     if spec is None:
         return "no such parameter"
     layout = f"shape {spec['shape']}, {spec['dtype']}, stride {spec['stride']}"
-    return f"'{spec['name']}' ({layout}{', sparse' if spec['sparse'] else ''})"
+    kinds = "".join(f", {kind}" for kind in ("sparse", "delayed") if spec[kind])
+    return f"'{spec['name']}' ({layout}{kinds})"
 
 
 def _first_difference(plans: list[dict[str, Any]], rank: int) -> str:

@@ -103,7 +103,8 @@ def check_module(module: object) -> None:
             f"DistributedDataParallel wraps a torch.nn.Module, got a {type(module).__name__}. Pass the model itself."
         )
     if isinstance(module, Joinable):
-        # Of modules only wrappers are, torch's and ours. Torch takes it, and so do we; each averages once more.
+        # Of modules only wrappers are, torch's and ours. Torch takes it, and so do we: the inner one averages, and the outer
+        # finds nothing left (`passes/shared.py`).
         warnings.warn(
             f"the model is wrapped already, by {type(module).__module__}.{type(module).__name__}. Use that wrapper, or pass "
             "the model inside of it: DistributedDataParallel(model.module).",
@@ -306,14 +307,23 @@ def in_words(wrapper: Any) -> dict[str, str]:
     words = {name: str(getattr(wrapper, name)) for name in names.split()}
     # By the module that is there: importing the package from one of its parts would go up the layers.
     words["version of phalanx"] = str(getattr(sys.modules[__name__.partition(".")[0]], "__version__", "?"))
+    # Without what follows the number: hosts may have builds for other devices.
+    words["version of torch"] = torch.__version__.partition("+")[0]
     words["device"] = wrapper.device_type
     words["mixed_precision"] = str(wrapper.mixed_precision)
     words["ignored parameters"] = ", ".join(sorted(wrapper.parameters_to_ignore)) or "none"
+    # What is not trained is replicated too, and no plan knows it.
+    for name, param in wrapper._frozen:
+        words[f"frozen parameter '{name}'"] = _in_words(param)
     # Only where they are synchronised: otherwise each rank may have its own.
     buffers = wrapper.buffer_sync.named() if wrapper.syncs_buffers_at_start or wrapper.forward_sync_buffers else {}
     for name, buffer in buffers.items():
-        words[f"buffer '{name}'"] = f"{list(buffer.shape)} {str(buffer.dtype).removeprefix('torch.')}"
+        words[f"buffer '{name}'"] = _in_words(buffer)
     return words
+
+
+def _in_words(tensor: torch.Tensor) -> str:
+    return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
 
 
 def check_frozen(frozen: Sequence[tuple[str, torch.nn.Parameter]], rank: int) -> None:

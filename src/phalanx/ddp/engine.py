@@ -11,6 +11,8 @@ import torch
 from torch.autograd import Variable
 from torch.autograd.function import BackwardCFunction
 
+from ..comm.memory.left_over import backward_raised
+
 # The id of the running backward pass, -1 outside. Private, but the only way to tell one pass from another;
 # tests/ddp/test_torch_internals.py notices if it moves.
 current_backward: Callable[[], int] = torch._C._current_graph_task_id
@@ -37,6 +39,7 @@ class BackwardEnd:
     def __del__(self) -> None:
         # In an interpreter that is being taken down nobody goes on; and torch aborts if a tensor becomes a gradient then.
         if not self._was_called and not sys.is_finalizing():
+            backward_raised()
             self.raised()
 
     def raised(self) -> None:

@@ -31,6 +31,7 @@ from ..plan.buckets import DEFAULT_CAP_BYTES
 from . import arguments
 from .agreement import verify_same
 from .buckets.tail import check_weight
+from .engine import BackwardEnd
 from .features.buffers import BufferHookLocation, BufferSync
 from .features.dist_autograd import current_context, gradients_of_context
 from .features.drift import DriftCheck
@@ -50,7 +51,7 @@ from .reducer import HookStrategy, Reducer, ReducerOptions
 from .statistics import Statistics, summarise
 from .structure import map_tensors, may_nest, watch
 from .timeline import Timeline
-from .torch_names import TorchNames
+from .torch_names import TorchNames, activate
 from .wrappers import announce
 
 # Made anew by `_prepare` and `_assemble`, so not saved with the wrapper.
@@ -65,10 +66,6 @@ def _reached(wrapper: weakref.ref[DistributedDataParallel], forward: Forward) ->
     alive = wrapper()
     if alive is not None:
         alive._on_output(forward)
-
-
-def _activate(wrapper: Any, cut_key: str | None) -> None:
-    TorchNames._active_ddp_module, TorchNames._active_cut_key = wrapper, cut_key
 
 
 class DistributedDataParallel(TorchBase):
@@ -222,10 +219,11 @@ class DistributedDataParallel(TorchBase):
 
     def replicate_module(self, source: int, with_buffers: bool = True) -> None:
         """Overwrite parameters (and buffers) on every rank by those of rank `source`."""
-        named, ignored = self.module.named_parameters(), self.parameters_to_ignore
-        tensors: list[torch.Tensor] = [param for name, param in named if name not in ignored]
+        named: dict[str, torch.Tensor] = dict(self.module.named_parameters())
+        # By name: that ranks have the same ones was compared, not in which order each of them was registered.
+        tensors = [named[name] for name in sorted(named) if name not in self.parameters_to_ignore]
         if with_buffers:
-            tensors += self.buffer_sync.named().values()
+            tensors += self.buffer_sync.in_order()
         replicate(tensors, self.collectives, source, "replicating the model")
 
     @property
@@ -258,8 +256,7 @@ class DistributedDataParallel(TorchBase):
     def _enter_module(self) -> ExitStack:
         """Tell the compiler whose model runs, and lower its precision; `_leave_module` takes both back."""
         context = ExitStack()
-        context.callback(_activate, TorchNames._active_ddp_module, TorchNames._active_cut_key)
-        _activate(self, self.reducer.cut_key)
+        context.callback(activate(self, self.reducer.cut_key))
         if self._low is not None:
             context.enter_context(self._low.forward())
         return context
@@ -319,6 +316,9 @@ class DistributedDataParallel(TorchBase):
         # Order matters: full-precision parameters are back before the reducer gives out gradients.
         if self._low is not None:
             self._low.begin_backward()
+        if self.reducer.choose_buckets is not None and TorchNames._active_ddp_module is None:
+            # What is computed again in backward (checkpointing) is to run the graphs that its forward ran.
+            BackwardEnd(activate(self, self.reducer.cut_key)).queue()
         self.reducer.reached(forward)
 
     def _follow_moved_parameters(self) -> None:
@@ -425,10 +425,9 @@ class DistributedDataParallel(TorchBase):
         throw_on_early_termination: bool = False,
     ) -> Join:
         """Train inside this context when ranks may have unequally many inputs. Every rank calls it, with the same."""
-        options = {"divide_by_initial_world_size": divide_by_initial_world_size}
-        told = {**options, "enable": enable, "throw_on_early_termination": throw_on_early_termination}
+        told = {"enable": enable, "throw_on_early_termination": throw_on_early_termination}
         self.collectives.agree("the arguments of join", {name: str(bool(value)) for name, value in told.items()})
-        return Join([self], enable, throw_on_early_termination, **options)
+        return Join([self], enable, throw_on_early_termination, divide_by_initial_world_size=divide_by_initial_world_size)
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         return JoinedTraining(self, bool(kwargs.get("divide_by_initial_world_size", True)))
@@ -456,7 +455,8 @@ class DistributedDataParallel(TorchBase):
             wrapped = self.__dict__.get("_modules", {}).get("module")
             if wrapped is None or name.startswith("__"):
                 raise
-            return getattr(wrapped, name)
+        # Outside of the handler: whoever misspells a name reads one traceback, of the model's, and not two.
+        return getattr(wrapped, name)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As torch's, of a model that is known to be right."""

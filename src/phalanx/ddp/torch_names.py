@@ -29,12 +29,12 @@ _DTYPE_NAMES |= {torch.bfloat16: "c10::BFloat16", torch.complex64: "c10::complex
 class TorchNames:
     """Mixed into DistributedDataParallel; knows it only by its public side."""
 
-    # The wrapper whose forward runs now, and the key of where its model is cut when it is compiled.
+    # The wrapper whose forward, or backward of a compiled model, runs now, and the key of where that model is cut.
     _active_ddp_module: ClassVar[Any] = None
+    _active_cut_key: ClassVar[str | None] = None
     # Where the model at the end of the last join() came from.
     _authoritative_rank: int | None = None
     _has_joined = False
-    _active_cut_key: ClassVar[str | None] = None
 
     @property
     def _ddp(self) -> DistributedDataParallel:
@@ -228,3 +228,14 @@ class TorchNames:
         if error is not None:
             data |= {"has_error": 1, "error": error}
         return data
+
+
+def activate(wrapper: Any, cut_key: str | None) -> Callable[[], None]:
+    """Tell the compiler whose model runs from now on; returns what takes that back."""
+    before = TorchNames._active_ddp_module, TorchNames._active_cut_key
+    TorchNames._active_ddp_module, TorchNames._active_cut_key = wrapper, cut_key
+
+    def take_back() -> None:
+        TorchNames._active_ddp_module, TorchNames._active_cut_key = before
+
+    return take_back

@@ -14,14 +14,13 @@ Knows nothing of RPC. Writes signs of life only where a worker is on another hos
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
+from phalanx.comm.failure.processes import has_ended
 from phalanx.comm.failure.waiter import say
 from phalanx.comm.failure.waiting import Waiting
 
@@ -29,25 +28,6 @@ _POLL_S = 0.1
 _BEAT_S = 0.5
 _SILENCE_S = 10.0  # of a worker on another host, after which it counts as dead
 _STAY_S = 2.0  # how long the worker that serves the store stays after a bad end, for the others to read it
-
-
-def identity() -> dict[str, Any]:
-    """What lets other processes of this host see whether this one lives."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return {"host": f"{boot}/{os.readlink('/proc/self/ns/pid')}", "pid": os.getpid(), "began": _began(os.getpid())}
-    except OSError:
-        return {"host": f"unknown/{os.getpid()}", "pid": os.getpid(), "began": ""}
-
-
-def _began(pid: int) -> str:
-    """When a process began, as the kernel counts; "" if there is none. Tells it from a later one of the same number."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return ""
-    # A zombie has ended; only its parent has not asked yet.
-    return "" if fields[0] in "ZX" else fields[19]
 
 
 class Lifeline:
@@ -113,8 +93,9 @@ class Lifeline:
 
     def _is_dead(self, rank: int) -> bool:
         other = self._everyone[rank]
-        if other["host"] == self._everyone[self._rank]["host"]:
-            return bool(_began(other["pid"]) != other["began"])
+        here = self._everyone[self._rank]["host"]
+        if other["host"] == here:
+            return has_ended(other, here)
         beat = self._store.get(f"beat/{rank}") if self._store.check([f"beat/{rank}"]) else b""
         now = time.monotonic()
         last, since = self._heard.get(rank, (None, now))

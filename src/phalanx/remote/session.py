@@ -23,6 +23,7 @@ import torch.distributed as dist
 import torch.distributed.rpc as rpc
 from torch.distributed.rendezvous import register_rendezvous_handler
 
+from phalanx.comm.failure.processes import identity
 from phalanx.errors import ArgumentTypeError, ConfigError, RemoteError
 from phalanx.remote.interfaces import (
     Interface,
@@ -32,7 +33,7 @@ from phalanx.remote.interfaces import (
     network_identity,
     resolve,
 )
-from phalanx.remote.lifeline import Lifeline, identity
+from phalanx.remote.lifeline import Lifeline
 
 _SCHEME = "phalanx-remote"
 SHUTDOWN_S = 60.0

@@ -200,6 +200,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
     def _step(self, closure: Any = None, **kwargs: Any) -> Any:
         sharded = self._sharded
         self._settings.check(self._is_shadowing)
+        self._settings.stepped()
         # Schedulers edit the groups that the user sees; the local optimizer has groups of its own.
         # A state collected earlier is outdated from here on, even if the step raises.
         sharded.local.pull(self.param_groups)

@@ -32,6 +32,10 @@ _SIMPLE = (bool, int, float, complex, str, type(None))
 
 Values = tuple[Any, ...]
 
+# How many steps the optimizers of a group have made. Gathers of two optimizers of the same shapes look alike, so that one
+# that is stepped in place of the other mixes up their parameters without a word; its place among all steps tells.
+_num_steps: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
 
 class CommonSettings:
     """What one optimizer's ranks must have in common. Held by wrappers too, so it knows the optimizer weakly only."""
@@ -45,11 +49,12 @@ class CommonSettings:
         self._names: tuple[str, ...] = ()  # in the order of the parameters
         self._clip: tuple[float, float, bool] | None = None
         self._num_clips = 0
+        self._steps = (0, 0)  # how many were made, and the place of the last one among those of all optimizers of the group
         self._num_loads = 0
         self._loaded = "none"
         self._values: Values = ()
         self._told: Values = ()
-        self._numbered: tuple[tuple[Values, int], int] = (((), -1), 0)  # what was told last, and the number made of it
+        self._numbered: tuple[Values, int] = ((), 0)  # the values told last, and the number made of them
         self._equal: Values | None = None  # what was last known to be equal on all ranks
         self.params = frozenset(map(id, _params(optimizer)))
         self._followed = FollowedOptions(collectives, _params(optimizer)[0].device)
@@ -89,6 +94,12 @@ class CommonSettings:
         changed = [f"{name} from {before[name]} to {now[name]}" for name in now if before.get(name, now[name]) != now[name]]
         return f"changed here: {'; '.join(changed[:3])}" if changed else ""
 
+    def stepped(self) -> None:
+        """A step begins, whose update is not part of a backward. Every rank makes it, those that have joined as well."""
+        group = self._collectives.group
+        _num_steps[group] = _num_steps.get(group, 0) + 1
+        self._steps = (self._steps[0] + 1, _num_steps[group])
+
     def clipped(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> None:
         """Gradients have been clipped, each rank its own or all together."""
         self._clip = (float(max_norm), float(norm_type), bool(error_if_nonfinite))
@@ -117,11 +128,11 @@ class CommonSettings:
         """A number made of the settings as they are now."""
         self._read()
         self._told = self._values
-        # The number of clips besides: a rank that did not clip has the limits of its last clip, as the others do.
-        if (self._values, self._num_clips) != self._numbered[0]:
-            words = (self._values, self._num_clips)
-            self._numbered = (words, zlib.crc32(repr(words).encode()))
-        return self._numbered[1]
+        if self._values != self._numbered[0]:
+            self._numbered = (self._values, zlib.crc32(repr(self._values).encode()))
+        # What was done besides: a rank that did not clip has the limits of its last clip, as the others do.
+        done = (self._numbered[1], self._num_clips, *self._steps)
+        return zlib.crc32(b"%d %d %d %d" % done)
 
     def all_have(self, told: int) -> None:
         """All ranks have told the same."""
@@ -129,7 +140,10 @@ class CommonSettings:
 
     def settings(self) -> dict[str, str]:
         """The settings read last, in words."""
-        return {**self._in_words(self._values), "number of clip_grad_norm_ calls": str(self._num_clips)}
+        made, last = self._steps
+        done = f"{made}, the last one as number {last} of all on this group" if made else "0"
+        told = {"number of clip_grad_norm_ calls": str(self._num_clips), "number of step() calls": done}
+        return {**self._in_words(self._values), **told}
 
     # -- parts ---------------------------------------------------------------------------------
 

@@ -134,6 +134,7 @@ class StoreAgreement:
             looked = time.monotonic()
             patience = patience or Patience(self._board, where)
             self._look_around(patience, where, fail)
+            self._look_for_ended(keys, where, fail)
         if patience is not None:
             patience.end()
         return [bytes(value) for value in self._store.multi_get(keys)]
@@ -152,6 +153,13 @@ class StoreAgreement:
                 # The other rank waits for a collective that this one will not join.
                 self._board.post_error(error)
                 raise error
+
+    def _look_for_ended(self, keys: Sequence[str], where: str, fail: Fail) -> None:
+        """Nothing is under way with a rank that is waited for here, so that no connection tells of its death."""
+        ended = self._board.ended([rank for rank, key in enumerate(keys) if not self._store.check([key])])
+        # Asked again: it may have answered, and ended after that.
+        if any(not self._store.check([keys[rank]]) for rank in ended):
+            raise fail(where, False)
 
 
 # Weak: an agreement goes with its board, and that with its group.

@@ -2,7 +2,7 @@
 
 A collective that fails tells a rank that something is wrong, rarely who. The ranks of a group therefore write to
 the c10d store they already share: a rank that raises posts its message before it goes, and ranks whose collective
-failed call the roll. Nothing is written on the healthy path.
+failed call the roll. On the healthy path nothing is written but, once, which process a rank is.
 
 | key | written by | read by |
 | --- | --- | --- |
@@ -10,6 +10,7 @@ failed call the roll. Nothing is written on the healthy path.
 | `alarm/N` | a rank whose collective failed, the N-th time | the same |
 | `OCCASION/N/RANK` | every rank, at the N-th exchange of that kind | every rank |
 | `waits/RANK` | a rank that has waited for seconds | ranks that wait as well |
+| `process/RANK` | every rank, when its board is made | ranks that wait for it in the store |
 | `knows/RANK` | a rank that has found out what is wrong | the rank that serves the store, before it ends |
 
 Must not know of steps, buckets or parameters beyond the text it is given.
@@ -32,6 +33,7 @@ import torch.distributed as dist
 from ...errors import CommunicationError
 from .answering import AnsweringStore
 from .last_words import tell_at_the_end
+from .processes import has_ended, identity
 
 _POLL_S = 0.05
 # How long the rank that serves the store stays for those who have not read yet why it ends.
@@ -82,6 +84,11 @@ class FailureBoard:
         self.is_quick = False  # whether the transport itself carries failures, so that nobody need read them here
         self._knows = False
         self._gone: set[int] = set()  # ranks for which nobody need wait any more
+        self._process = identity()
+        self._others: dict[int, dict[str, str]] = {}  # which processes the other ranks are; read once
+        if self.reaches_others and self.world > 1:
+            with contextlib.suppress(RuntimeError, OSError):
+                self._store.set(f"process/{self.rank}", json.dumps(self._process))
 
     def store_for(self, purpose: str) -> AnsweringStore:
         """The group's store, with keys of its own for `purpose`."""
@@ -150,6 +157,14 @@ class FailureBoard:
         with contextlib.suppress(RuntimeError, OSError):
             return {rank: Wait(*json.loads(text)) for rank, text in self._written("waits").items()}
         return {}
+
+    def ended(self, ranks: Collection[int]) -> list[int]:
+        """Those of `ranks` whose processes are known to have ended: of this host, and with a board of this group."""
+        with contextlib.suppress(RuntimeError, OSError):
+            for rank in ranks:
+                if rank not in self._others and self._store.check([f"process/{rank}"]):
+                    self._others[rank] = json.loads(self._store.get(f"process/{rank}"))
+        return [rank for rank in ranks if rank in self._others and has_ended(self._others[rank], self._process["host"])]
 
     def _written(self, kind: str) -> dict[int, str]:
         others = [rank for rank in range(self.world) if rank != self.rank]

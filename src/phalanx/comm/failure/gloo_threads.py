@@ -66,7 +66,7 @@ def at_rest() -> bool:
 
 
 def _connections() -> list[int]:
-    """The descriptors of gloo's connections."""
+    """The descriptors of gloo's connections, of loops that wait at the moment."""
     _, waits = _CALLS.get(platform.machine(), (None, ()))
     found: list[int] = []
     for name, call in _threads():
@@ -78,7 +78,11 @@ def _connections() -> list[int]:
 
 def cut() -> None:
     """Shut gloo's connections down, all of this process: what waits for them raises, here and on the other ranks."""
-    for fd in set(_connections()):
+    found = set(_connections())
+    for _ in range(_LOOKS - 1):
+        time.sleep(0.001)  # a loop that was at work is seen when it waits again
+        found.update(_connections())
+    for fd in found:
         try:
             if stat.S_ISSOCK(os.fstat(fd).st_mode):
                 with socket.socket(fileno=os.dup(fd)) as duplicate:

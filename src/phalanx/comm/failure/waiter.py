@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ...errors import CollectiveTimeout, CommunicationError, MismatchError, PeerFailure
+from ...errors import CollectiveTimeout, CommunicationError, MismatchError, PeerFailure, PhalanxError
 from ..work import Work
 from .board import FailureBoard
 from .waiting import Waiting
@@ -144,10 +144,10 @@ class Waiter:
         except RuntimeError as error:
             if (named := _named_in(str(error))) is not None:
                 kind, words = named
+                if issubclass(kind, MismatchError):
+                    raise self.mismatch(kind(words), where) from error
                 raise kind(f"{where}: {words}") from error
-            # A hook's own mistake stays what it is; only what a rank or a connection did is explained.
-            failed = self.board.failures() or _is_transport(error)
-            raise (self.explain(error, where, _is_timeout(error)) if failed else error) from error
+            raise self.explain_transport(error, where) from error
 
     def mismatch(self, error: MismatchError, where: str) -> MismatchError:
         """The ranks came to different collectives: every rank is told what each was at."""
@@ -161,6 +161,11 @@ class Waiter:
         explained = self._explain(error, where, timed_out)
         self.board.conclude(explained.ranks)
         return explained
+
+    def explain_transport(self, error: RuntimeError, where: str) -> RuntimeError:
+        """The same for what a rank or a connection did; a mistake of a hook, or of who else was called, stays what it is."""
+        failed = self.board.failures() or _is_transport(error)
+        return self.explain(error, where, _is_timeout(error)) if failed else error
 
     def _explain(self, error: BaseException, where: str, timed_out: bool) -> CommunicationError:
         me = f"rank {self.board.rank}: {where}"
@@ -189,10 +194,12 @@ class Waiter:
         return PeerFailure(f"{me}: rank {who} died, left the group or hangs. Look at its log. ({words})", missing)
 
 
-_NAMED = {kind.__name__: kind for kind in (CommunicationError, PeerFailure, CollectiveTimeout)}
+_NAMED: dict[str, type[PhalanxError]] = {
+    kind.__name__: kind for kind in (CommunicationError, PeerFailure, CollectiveTimeout, MismatchError)
+}
 
 
-def _named_in(text: str) -> tuple[type[CommunicationError], str] | None:
+def _named_in(text: str) -> tuple[type[PhalanxError], str] | None:
     """The error of ours that a future's text quotes: C++ keeps of a callback's exception only what it said."""
     found = re.search(rf"\b({'|'.join(_NAMED)}): (.*?)(?:\n\nAt:\n|\Z)", text, re.DOTALL)
     return None if found is None else (_NAMED[found[1]], found[2].strip())

@@ -31,6 +31,7 @@ from torch.distributed.distributed_c10d import (
 
 from ...observe.live.pulse import pulse
 from ..collectives import Collectives
+from ..memory.left_over import drop_left_over
 from ..shm.ops.call import Call, gather_call, scatter_call
 from ..shm.transport.signature import Verb
 from ..untraced import all_untraced
@@ -99,6 +100,7 @@ class PhalanxProcessGroup(dist.ProcessGroup):
 
     def shutdown(self) -> None:
         """Leave the group."""
+        drop_left_over()
         self._finalizer()
         self._others.shutdown()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -27,7 +28,13 @@ class PendingFuture(torch.futures.Future[torch.Tensor]):
 
     def wait(self) -> torch.Tensor:
         self.launch()
-        return super().wait()
+        try:
+            return super().wait()
+        except Exception as error:
+            # A copy is raised: through the frames of this one the future would keep itself, and a whole group, for good.
+            copied = _without_frames(error)
+            error.with_traceback(None)
+            raise copied from None
 
     def set_launched(self) -> None:
         """There is nothing left to launch; let go of whatever would have."""
@@ -39,9 +46,10 @@ class PendingFuture(torch.futures.Future[torch.Tensor]):
         self.set_result(value)
 
     def fail(self, error: Exception) -> None:
-        """Complete with an error, which every `wait` and `value` raises as it is."""
+        """Complete with an error, which every `wait` and `value` raises: of the same kind, with the same words."""
         self.set_launched()
-        self.set_exception(error)  # type: ignore[arg-type]  # torch annotates it as a result
+        # Kept where no garbage collector sees it, so without the frames it went through, which refer to this future.
+        self.set_exception(_without_frames(error))  # type: ignore[arg-type]  # torch annotates it as a result
 
     def then(self, callback: Callable[[torch.futures.Future[torch.Tensor]], S]) -> torch.futures.Future[S]:
         child = PendingFuture(self.launch, self._device)
@@ -54,6 +62,14 @@ class PendingFuture(torch.futures.Future[torch.Tensor]):
 
         self.add_done_callback(settle)
         return child  # type: ignore[return-value]
+
+
+def _without_frames(error: Exception) -> Exception:
+    """The same error as if it had never been raised."""
+    try:
+        return copy.copy(error)
+    except Exception:  # a class of the user's own whose constructor takes something else than it gives on
+        return error.with_traceback(None)
 
 
 def _launched() -> None:

@@ -475,7 +475,8 @@ class DenseBucket(Bucket):
         if place in self._kept:
             self.views[place].copy_(self._kept[place])
             self.params[place].grad = self.memory.show(place)
-        else:
+        elif self._owners[place] is not None:
+            # Where nothing was taken, nothing is put back: another wrapper of the parameter may have given it its mean.
             self.params[place].grad = self._owners[place]
         if self.states[place] != SCATTERED:
             slot.give(self.states, place, VIEWED if place in self._kept else COPIED)

@@ -59,7 +59,10 @@ class SparseBucket(Bucket):
     def give(self, wanted: Sequence[int] | None) -> None:
         self.stage = Stage.GIVEN
         used = wanted is None or wanted[0]
-        self.params[0].grad = self.gradient.coalesce() if used and self.gradient is not None else self._before
+        if used and self.gradient is not None:
+            self.params[0].grad = self.gradient.coalesce()
+        elif self._before is not None:  # else another wrapper of the parameter may have given it its mean
+            self.params[0].grad = self._before
         slot.give(self.states, 0, COPIED)
         self.gradient = self._before = None
 

@@ -49,6 +49,11 @@ class BufferSync:
                     found[full] = buffer
         return found
 
+    def in_order(self) -> list[torch.Tensor]:
+        """The same, in an order that does not depend on when each was registered on this rank."""
+        named = self.named()
+        return [named[name] for name in sorted(named)]
+
     def due(self, location: BufferHookLocation) -> bool:
         """Whether buffers are synchronised at this place of a forward. Without a hook: before it."""
         chosen = BufferHookLocation.PRE_FORWARD if self.hook is None else self.hook.location
@@ -56,11 +61,11 @@ class BufferSync:
 
     def run(self, collectives: Collectives, source: int) -> None:
         """Synchronise now: by the user's hook if there is one, else from rank `source`."""
+        if self.hook is None:
+            replicate(self.in_order(), collectives, source, "synchronising buffers")
+            return
         named = self.named()
         if not named:
-            return
-        if self.hook is None:
-            replicate(list(named.values()), collectives, source, "synchronising buffers")
             return
         futures = self.hook.hook(self.hook.state, named)
         if futures is not None:

@@ -46,6 +46,9 @@ class JoinedTraining(JoinHook):
         ddp.reducer.recover()
         # A rank without a single input steps in backward too, and is compared with the others like any.
         ddp._adopt_in_backward_optimizers()
+        # Here, and not only in the wrapper's own `join`: torch's `Join` takes it as well.
+        divides = {"divide_by_initial_world_size": str(divide_by_initial_world_size)}
+        ddp.collectives.agree("the arguments of join", divides)
         ddp._has_joined = True
         self._weight = None if divide_by_initial_world_size else 0.0
 

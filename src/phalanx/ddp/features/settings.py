@@ -93,10 +93,13 @@ class CarriedSettings(Listener):
     def pass_ended(self) -> None:
         for teller, told in self._told:
             teller.all_have(told)
-        self._told.clear()
+        self.pass_failed()
 
     def pass_failed(self) -> None:
         self._told.clear()
+        reducer = self._reducer()
+        assert reducer is not None, "a pass is one of a reducer that lives"
+        reducer.strategy.pass_over()
 
     def differ(self, step: int) -> MismatchError:
         """The error for ranks whose digests differ, naming what does. Every rank calls it."""
@@ -112,7 +115,7 @@ class CarriedSettings(Listener):
         if len(said) < board.world:
             return MismatchError(f"{where}: the settings of the ranks differ; of this rank: {json.dumps(mine)}.")
         told = differences([said[each].encode() for each in range(board.world)])
-        return MismatchError(f"{where}: {told}. Nothing was updated. Change settings on every rank alike.")
+        return MismatchError(f"{where}: {told}. This backward has updated nothing. Change settings on every rank alike.")
 
 
 def carry(reducer: Reducer, teller: Teller, words: Mapping[str, str] | None = None) -> None:

@@ -6,6 +6,7 @@
     same_inputs      every rank is given the same samples
     repeated_order   every epoch goes through the samples in the same order
     drifted          parameters that are no longer the same on all ranks
+    unmoved          parameters that no step changes
     bad_gradients    NaN or infinity that has reached the parameters
 
 All of them only look: none changes what is computed, takes part in a collective or waits for another rank, and what they
@@ -25,6 +26,7 @@ from .first_inputs import FirstInputs
 from .newcomers import Newcomers
 from .repeated_order import RepeatedOrder
 from .same_inputs import SameInputs
+from .unmoved import Unmoved
 
 if TYPE_CHECKING:
     from ..module import DistributedDataParallel
@@ -34,7 +36,7 @@ __all__ = ["FirstInputs", "notices"]
 
 def notices(ddp: DistributedDataParallel, inputs: FirstInputs) -> list[Listener]:
     """Those who look at one wrapper, whose forwards are shown to `inputs`."""
-    found: list[Listener] = [Bypass(ddp), Newcomers(ddp), Accumulation(ddp)]
+    found: list[Listener] = [Bypass(ddp), Newcomers(ddp), Accumulation(ddp), Unmoved(ddp)]
     if ddp.collectives.world > 1:
         found += [SameInputs(ddp, inputs), Drifted(ddp)]
         inputs.followers.append(RepeatedOrder(ddp, inputs).forward_began)

@@ -7,6 +7,7 @@ object, a penalty with a backward of its own) is reduced all the same.
     a backward that brings gradient to a parameter          is reduced
     reached an output of a forward that we saw              if that forward was run outside no_sync(); as often as it comes
     reached none                                            if a forward has run whose backward has not come yet
+    reached none, but one of another wrapper's              not, if they have parameters in common (`shared.py`)
     reached none, and every forward has had its backward    not: it went around the wrapper, of which listeners hear
     any, after `demand`                                     is: whoever demands it knows better (Lightning, Accelerate)
 
@@ -170,6 +171,8 @@ class Arming:
                 forward.waits = False
         elif self._to_be_noted is not None:
             # Of the same pass as the first gradient, which has found out that it is not reduced.
+            return False
+        elif self._demanded is None and reducer.sharers.have_noted:
             return False
         else:
             # As torch, which disarms with the first backward; but for outputs into which we cannot look.

@@ -189,6 +189,7 @@ class Pass:
     def complete(self) -> None:
         """Wait for all buckets, then give out their means: nothing is overwritten before all is known to be right."""
         self.collect()
+        self.reducer.sharers.claim(self.reducer, self)
         for bucket in self.buckets:
             if bucket.stage is not Stage.GIVEN:
                 self.give(bucket)

@@ -50,7 +50,7 @@ class LaunchOrder:
         if len(self._reducers) == 1:
             return [ending.reducer]
         found: list[tuple[int, Reducer]] = []
-        for reducer in self._alive:
+        for reducer in self.alive:
             theirs = reducer.noted
             if theirs is not None and theirs.backward == ending.backward:
                 found.append((theirs.number, reducer))
@@ -58,7 +58,7 @@ class LaunchOrder:
 
     def failed_with(self, reducer: Reducer) -> list[Reducer]:
         """The wrappers whose passes failed in the same backward as that of `reducer`, in the order of that backward."""
-        failed = [known for known in self._alive if known.has_failed and known.backward == reducer.backward]
+        failed = [known for known in self.alive if known.has_failed and known.backward == reducer.backward]
         return sorted(failed, key=lambda known: -known.place)
 
     def fail_waiting(self, backward: int) -> None:
@@ -66,13 +66,14 @@ class LaunchOrder:
 
         All ranks have run the same forwards, so all of them count the same wrappers in: those that wait for a backward.
         """
-        for known in self._alive:
+        for known in self.alive:
             number = known.awaited
             if number is not None:
                 known.fail_unreached(backward, number)
 
     @property
-    def _alive(self) -> list[Reducer]:
+    def alive(self) -> list[Reducer]:
+        """All of them."""
         return [known for reference in self._reducers if (known := reference()) is not None]
 
     def before(self, ending: Ending) -> Iterator[Reducer]:
@@ -95,6 +96,11 @@ _orders: weakref.WeakKeyDictionary[dist.ProcessGroup, LaunchOrder] = weakref.Wea
 def order_of(group: dist.ProcessGroup) -> LaunchOrder:
     """The one order of all wrappers over `group`."""
     return _orders.setdefault(group, LaunchOrder())
+
+
+def reducers_alive() -> list[Reducer]:
+    """The reducers of all wrappers, of any group."""
+    return [reducer for order in _orders.values() for reducer in order.alive]
 
 
 def take_turns(parts: Sequence[Generator[None]]) -> None:

@@ -182,7 +182,7 @@ def mark_promised(reducer: Reducer, bucket: Bucket) -> None:
     """Of a static graph: every parameter that the first pass used has its gradient by now, as promised."""
     unused = reducer.usage.first_unused or frozenset()
     for place, (each, param) in enumerate(zip(bucket.slots, bucket.params, strict=True)):
-        if each.param in unused:
+        if each.param in unused or (param.grad is None and id(param) in reducer.sharers.params):
             continue
         if param.grad is None:
             raise _changed_graph(reducer, bucket.specs[place].name)

@@ -23,6 +23,7 @@ import torch
 from ...comm.collectives import Collectives
 from ...comm.failure.folding import users_stacklevel
 from ...comm.memory.heap import trim_heap
+from ...comm.memory.left_over import drop_left_over
 from ...comm.memory.segment import trim_shared
 from ...errors import PhalanxError, ReductionError
 from ...plan import Bucket as PlannedBucket
@@ -40,6 +41,7 @@ from ..passes.flight import Pass
 from ..passes.joined import give_up, shadow
 from ..passes.order import order_of, take_turns
 from ..passes.settling import ChooseBuckets, PlanMemory, PlanState, Usage, fix, settle
+from ..passes.shared import Sharers
 from ..passes.state import FAILED, IDLE, OBSERVING, REDUCING, PassState
 from ..passes.streams import GradientStreams
 from ..passes.verdict import LateVerdicts
@@ -102,6 +104,7 @@ class Reducer(TorchReducer):
         self.backward, self.place = -1, 0  # which backward the last pass was part of, and its place in the launch order
         self.elsewhere: Callable[[Any], AbstractContextManager[None]] | None = None  # see `Forward`
         self._arming = Arming()
+        self.sharers = Sharers(self)
         self.hooks = GradientHooks(self)
         self.buckets: list[Bucket] = []
         self.places: list[tuple[Bucket, int]] = []  # by parameter, its bucket and its place in it
@@ -121,19 +124,24 @@ class Reducer(TorchReducer):
             last.is_last_dense = True
         where = {each.param: (bucket, place) for bucket in self.buckets for place, each in enumerate(bucket.slots)}
         self.places = [where[index] for index in range(len(self.params))]
-        # Which gradients are packed as soon as they arrive.
-        self.is_large = bytearray(isinstance(b, DenseBucket) and b.large[place] for b, place in self.places)
+        self._choose_large()
         for index in held:
             bucket, place = self.places[index]
             slot.hold(bucket.states, place)
         for index, repeats in enumerate(self._repeats):
             if repeats:
-                self.is_large[index] = 0
                 self._hold_back(self.places[index][0])
         self.on_device = any(param.device.type != "cpu" for param in self.params)
         self.hooks.watch_all(self.params, self.on_device)
         for listener in self.listeners:
             listener.plan_adopted()
+
+    def _choose_large(self) -> None:
+        """Which gradients are packed as soon as they arrive. Not those of which more may come, or which others may pack."""
+        large = [isinstance(bucket, DenseBucket) and bucket.large[place] for bucket, place in self.places]
+        shared = self.sharers.params
+        waits = [repeats or id(param) in shared for repeats, param in zip(self._repeats, self.params, strict=True)]
+        self.is_large = bytearray(one and not wait for one, wait in zip(large, waits, strict=True))
 
     def _tail_of(self, planned: PlannedBucket) -> Tail:
         num_late = len(self.plan.buckets) if planned.index == len(self.plan.buckets) - 1 else 0
@@ -259,6 +267,7 @@ class Reducer(TorchReducer):
 
     def recover(self) -> None:
         """After a pass that raised: bring all ranks to the same point."""
+        drop_left_over()
         if self.state >= OBSERVING and self._arming.noted is None and current_backward() == -1:
             self._fail()  # no backward runs, here or in another thread, so the pass cannot have ended as it should
         if self.has_failed:
@@ -321,6 +330,8 @@ class Reducer(TorchReducer):
         for other in self.earlier:
             other.begin_owed()
         self.recover()
+        if self.sharers.have_changed():
+            self._choose_large()
         self.current = Pass(self, joined=False, may_nest=self._arming.may_nest)
         self._remember_place(self.noted)
         return self.current
@@ -436,7 +447,7 @@ class Reducer(TorchReducer):
             raise
         finally:
             self.elsewhere = None
-        self.usage.record(run.unused_here)
+        self.usage.record(self.sharers.leave_out(run.unused_here, self.params))
         self._close(run)
 
     def join_others(self, weight: float | None) -> None:
@@ -453,10 +464,12 @@ class Reducer(TorchReducer):
     def _close(self, run: Pass) -> None:
         self.current = None
         self.step += 1
-        unused = run.unused_everywhere
+        unused = self.sharers.leave_out(run.unused_everywhere, self.params)
         if not self.options.static_graph:  # whose parameters have no hooks of their own: the first pass is all that is known
             self.streams.forget()
         self.unused_names = [self.plan.specs[index].name for index in unused]
+        # Who has been frozen since is unused because it was asked for.
+        missed = [self.plan.specs[index].name for index in unused if self.params[index].requires_grad]
         num_params, was_settled = len(self.params), self.settled
         if not was_settled:
             for param in self.params:
@@ -473,11 +486,11 @@ class Reducer(TorchReducer):
             listener.pass_closed()
         self.verdicts.judge(self, before=self.step - 1)
         # Last: it may raise, on the ranks that have inputs only, when nothing is left that ranks do together.
-        if unused and not run.joined:
-            self._report_unused(num_params)
+        if missed and not run.joined:
+            self._report_unused(missed, num_params)
 
-    def _report_unused(self, num_params: int) -> None:
-        text = unused_everywhere(f"rank {self.collectives.rank}: step {self.step - 1}", self.unused_names, num_params)
+    def _report_unused(self, names: list[str], num_params: int) -> None:
+        text = unused_everywhere(f"rank {self.collectives.rank}: step {self.step - 1}", names, num_params)
         if self.options.on_unused == "raise":
             raise ReductionError(text)
         if self.options.on_unused == "warn" and not self._warned:

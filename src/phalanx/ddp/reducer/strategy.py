@@ -56,8 +56,15 @@ class Strategy(abc.ABC):
         # By identity: this is asked in every pass, and there may be an entry per parameter.
         if self._agreed is None or self._agreed[0] is not self.collectives or self._agreed[1] is not more:
             words = {**self.in_words(), **more}
-            self.collectives.agree("the reduction of gradients", words, f"now: {', '.join([*words.values()][:3])}")
+            self.collectives.agree("the reduction of gradients", words, self._why(words))
             self._agreed = self.collectives, more
+
+    def _why(self, words: Mapping[str, str]) -> str:
+        """Why this rank asks for an agreement, for the case that it asks alone."""
+        return f"now: {', '.join([*words.values()][:3])}"
+
+    def pass_over(self) -> None:  # noqa: B027 (most have nothing that could be changed from outside)
+        """A pass has ended or failed; what is changed until the next one, a user has changed."""
 
     @property
     @abc.abstractmethod
@@ -190,19 +197,44 @@ class HookStrategy(Strategy):
         self.state = state
         self.hook = hook
         self.name = getattr(hook, "__qualname__", type(hook).__name__)
+        self._left: dict[str, Any] | None = None  # what the state was set to when the last pass was over
 
     def in_words(self) -> dict[str, str]:
         # Of hooks and states that users wrote nothing is known: a rank may log, or keep numbers of its own.
         known = str(getattr(self.hook, "__module__", "")).startswith(_KNOWN)
         words = {"reduction": "by a hook", "hook": str(self.name) if known else "a user's own"}
-        if self.state is not None and type(self.state).__module__.startswith(_KNOWN):
-            # A process group has no attributes to look at.
-            held = getattr(self.state, "__dict__", {})
-            if isinstance(self.state, HookState):
-                # Not what it counts for its own process: one who comes to others has counted nothing yet.
-                held = {**self.state.config(), "iter": self.state.iter}
-            words |= {f"{name} of the hook's state": str(v) for name, v in held.items() if isinstance(v, _SIMPLE)}
-        return words
+        return words | {f"{name} of the hook's state": str(value) for name, value in self._settings().items()}
+
+    def _settings(self) -> dict[str, Any]:
+        """What the hook's state is set to now, as far as it is known to mean the same on all ranks."""
+        if self.state is None or not type(self.state).__module__.startswith(_KNOWN):
+            return {}
+        if isinstance(self.state, HookState):
+            # Not what it counts for its own process: one who comes to others has counted nothing yet.
+            held = {**self.state.config(), "iter": self.state.iter}
+        else:
+            # Torch's states have slots; a process group has no attributes to look at.
+            slots = getattr(type(self.state), "__slots__", ())
+            held = {**getattr(self.state, "__dict__", {}), **{name: getattr(self.state, name, None) for name in slots}}
+        return {name: value for name, value in held.items() if isinstance(value, _SIMPLE)}
+
+    def agree(self, more: Mapping[str, str]) -> None:
+        # Set or loaded since the last pass, perhaps on this rank alone: it decides which collectives the hook makes.
+        if self._left is not None and self._left != self._settings():
+            self._agreed = None
+        super().agree(more)
+
+    def _why(self, words: Mapping[str, str]) -> str:
+        before, now = self._left or {}, self._settings()
+        changed = [
+            f"{name} of the hook's state from {before[name]} to {value}"
+            for name, value in now.items()
+            if before.get(name, value) != value
+        ]
+        return f"changed here: {'; '.join(changed[:3])}" if changed else super()._why(words)
+
+    def pass_over(self) -> None:
+        self._left = self._settings()
 
     @property
     def pack_scale(self) -> float:

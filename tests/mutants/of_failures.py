@@ -1,0 +1,52 @@
+"""Mistakes in how failures and differences between ranks are found out."""
+
+from __future__ import annotations
+
+from tests.mutants.mutation import Mutation
+
+BUFFERS = "tests/ddp/test_buffers.py"
+
+MUTATIONS = (
+    Mutation(
+        name="agreement: who has ended is waited for until the time limit",
+        file="src/phalanx/comm/failure/agreement.py",
+        old="            self._look_for_ended(keys, where, fail)\n",
+        new="",
+        tests="tests/comm/failure/test_processes.py",
+    ),
+    Mutation(
+        name="processes: one that was not reaped counts as alive",
+        file="src/phalanx/comm/failure/processes.py",
+        old='    return "" if fields[0] in "ZX" else fields[19]\n',
+        new="    return fields[19]\n",
+        tests="tests/comm/failure/test_processes.py",
+    ),
+    Mutation(
+        name="worker: a rank that parts leaves its connections open",
+        file="src/phalanx/launch/worker.py",
+        old="            gloo_threads.cut()\n",
+        new="",
+        tests="tests/elastic/test_group.py",
+    ),
+    Mutation(
+        name="left over: what a backward left that raised is kept",
+        file="src/phalanx/comm/memory/left_over.py",
+        old="        torch.zeros((), requires_grad=True).clone().backward()\n",
+        new="        torch.zeros((), requires_grad=True).clone()\n",
+        tests="tests/comm/memory/test_left_over.py",
+    ),
+    Mutation(
+        name="replicate: what came is not compared with what is expected",
+        file="src/phalanx/comm/replicate.py",
+        old="                if not torch.equal(said, mine):\n",
+        new="                if said.shape != mine.shape:\n",
+        tests=BUFFERS,
+    ),
+    Mutation(
+        name="buffers: they travel in the order in which this rank registered them",
+        file="src/phalanx/ddp/features/buffers.py",
+        old="        return [named[name] for name in sorted(named)]\n",
+        new="        return list(named.values())\n",
+        tests=BUFFERS,
+    ),
+)
