@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import random
 import sys
 import time
 from collections.abc import Callable
@@ -20,16 +21,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from bench.measure import interleave
 from bench.models import CASES, SIZES, Case
 
 OURS, SHARDED, TORCHFT, TORCHRUN = "ours", "sharded", "torchft", "torchrun"
-OVERHEAD, OVERHEAD_SHARDED = "cost", "cost-sharded"
+OVERHEAD, OVERHEAD_SHARDED, OVERHEAD_COPIES = "cost", "cost-sharded", "cost-copies"
 WORLD = 3
 FEWEST = 2
 _SAVES_EVERY = 10
-_STEPS_A_BLOCK = 10
+_STEPS_A_BLOCK = 1  # steps alternate: what the machine does meanwhile changes within a second
 
 
 class Log:
@@ -45,7 +47,8 @@ class Log:
 
 def training(case: Case, model: nn.Module, optimizer: Any) -> Callable[[], None]:
     """One step on data of this process's own."""
-    batches = itertools.cycle([case.batch(torch.Generator().manual_seed(number)) for number in range(4)])
+    first = torch.initial_seed() % 1000
+    batches = itertools.cycle([case.batch(torch.Generator().manual_seed(first + number)) for number in range(4)])
 
     def step() -> None:
         optimizer.zero_grad()
@@ -147,21 +150,35 @@ def torchrun(case: Case, log: Log, folder: str) -> None:
             Path(f"{saved}.new").replace(saved)
 
 
-def overhead(case: Case, log: str, sharded: bool, num_rounds: int) -> None:
-    """Steps with and without a commit, in turns, in the same processes of an elastic run."""
+def overhead(case: Case, log: str, side: str, num_rounds: int) -> None:
+    """Steps with and without a commit, in turns, in the same processes of an elastic run.
+
+    Both sides have a loader, which is what commits a step. With something extra a sharded optimizer is copied after it.
+    """
     import phalanx
 
     worker = phalanx.init(device="cpu")
-    held, plain = _wrapped(case, sharded), _wrapped(case, sharded)
-    steps = {"elastic": training(case, *held), "plain": training(case, *plain)}
+    sharded, extra = side != OVERHEAD, {"generator": random.Random(0)} if side == OVERHEAD_COPIES else None
+    kept, plain = _wrapped(case, sharded), _wrapped(case, sharded)
+    # Each rank its own data, as in training; the loader only counts.
+    torch.manual_seed(worker.rank)
+    steps = {"elastic": training(case, *kept), "plain": training(case, *plain)}
+    numbers = TensorDataset(torch.arange(10**6))
+    loaders = [worker.loader(DataLoader(numbers, batch_size=1)) for _ in range(2)]
 
-    @phalanx.elastic.run(*held)
+    @phalanx.elastic.run(*kept, loader=loaders[0], extra=extra)
     def train(run: phalanx.elastic.Training) -> None:
-        def committed() -> None:
-            steps["elastic"]()
-            run.commit()
+        batches = [iter(loader) for loader in loaders]
 
-        found = interleave({"elastic": committed, "plain": steps["plain"]}, num_rounds, _STEPS_A_BLOCK, worker.barrier)
+        def committed() -> None:
+            next(batches[0])
+            steps["elastic"]()
+
+        def simple() -> None:
+            next(batches[1])
+            steps["plain"]()
+
+        found = interleave({"elastic": committed, "plain": simple}, num_rounds, _STEPS_A_BLOCK, worker.barrier)
         Path(f"{log}.{worker.rank}").write_text(json.dumps({name: samples.ms for name, samples in found.items()}))
 
     train()
@@ -170,8 +187,8 @@ def overhead(case: Case, log: str, sharded: bool, num_rounds: int) -> None:
 def main(side: str, case: str, log: str, *given: str) -> None:
     torch.set_num_threads(1)
     chosen = (CASES | SIZES)[case]
-    if side in (OVERHEAD, OVERHEAD_SHARDED):
-        overhead(chosen, log, side == OVERHEAD_SHARDED, int(given[0]))
+    if side in (OVERHEAD, OVERHEAD_SHARDED, OVERHEAD_COPIES):
+        overhead(chosen, log, side, int(given[0]))
     elif side == TORCHFT:
         torchft(chosen, Log(log))
     elif side == TORCHRUN:

@@ -22,6 +22,8 @@ pytestmark = pytest.mark.timeout(60)
         (["run", "missing.py"], "there is no script missing.py in"),
         (["run", "missing"], "Name a module with --module"),
         (["run", "."], ". is a directory. Name the script"),
+        (["run", "hidden/train.py"], "hidden/torch.py hides the package torch"),
+        (["run", "hidden/torch.py"], "hidden/torch.py hides the package torch"),
         (["run", "--module", "no_such_module"], "no module 'no_such_module' can be imported"),
         (["run", "--module", "..."], "no module '...' can be imported"),
         (["run", "--nproc", "many", "a.py"], "--nproc should be a number of workers or 'auto', got 'many'"),
@@ -76,6 +78,9 @@ def test_a_mistake_is_one_line_with_a_remedy_and_exit_code_2(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.py").write_text("if __name__ == '__main__': print('ran')")
     (tmp_path / "empty").mkdir()
+    (tmp_path / "hidden").mkdir()
+    for name in ("train.py", "torch.py"):
+        (tmp_path / "hidden" / name).write_text("print('ran')")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "run.json").write_text('{"state": "finished"}')
     with pytest.raises(SystemExit) as ended:
@@ -85,6 +90,18 @@ def test_a_mistake_is_one_line_with_a_remedy_and_exit_code_2(
     assert words.lower() in said.err.lower()
     assert said.err.startswith("error: ") and said.err.count("\n") == 1
     assert "ran" not in said.out and "Traceback" not in said.err
+
+
+def test_an_option_of_ours_after_the_scripts_name_is_said_to_be_the_scripts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.py").write_text("import sys; print(sys.argv[1:])")
+    for arguments, is_said in ((["--nproc=3"], True), (["--swap", "x"], True), (["--epochs", "3", "--trace"], False)):
+        with pytest.raises(SystemExit) as ended:
+            main(["run", "--nproc", "1", "a.py", *arguments])
+        assert ended.value.code == 0
+        assert ("stands after the script's name" in capsys.readouterr().err) == is_said
 
 
 def test_help_lists_every_command_with_its_purpose(capsys: pytest.CaptureFixture[str]) -> None:

@@ -60,7 +60,7 @@ def test_run_then_report_from_a_plain_script(tmp_path: Path, capsys: pytest.Capt
     (run,) = runs.iterdir()
     assert ended(["report", str(run), "--perfetto", str(run / "p.json")]) == 0
     page = (run / "report.html").read_text()
-    assert "Typical pass" in page and "4 passes, 1 reductions each" in page
+    assert "Typical pass" in page and "4 passes, 1 reduction each" in page
     # What the script did not say: which parameters, the loss, samples, memory, how long the start took.
     assert "as seen: what backward was called on" in page and "samples/s, all ranks" in page and "Start-up" in page
     assert "1.bias, 1.weight, 0.bias" in page and "What training holds, MB" in page

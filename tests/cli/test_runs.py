@@ -79,7 +79,11 @@ def test_report_without_an_argument_takes_the_newest_traced_run(
         facts = json.loads((root / "run.json").read_text())
         (root / "run.json").write_text(json.dumps(facts | {"tracing": tracing}))
     assert ended("report") == 0
-    assert capsys.readouterr().out.strip() == "runs/20260102-000000-b/report.html"
+    said = capsys.readouterr()
+    assert said.out.strip() == "runs/20260102-000000-b/report.html"
+    # Whoever asks after a failure means the last run, traced or not.
+    assert "phalanx report runs/20260103-000000-c" in said.err
+    assert ended("report", "runs/20260101-000000-a") == 0 and "newest" not in capsys.readouterr().err
 
 
 def pulse(rank: int, **changes: Any) -> dict[str, Any]:

@@ -11,9 +11,12 @@ from tests.elastic.program import Plan
 OPTIMIZERS = ("plain", "plain", "zero", "overlap", "late", "stage2", "two", "inside")
 MODELS = ("plain", "plain", "plain", "norm", "low", "hook:half", "hook:powersgd", "hook:int8")
 # How often each is drawn. Stopping costs the time limit.
-FAULTS = {"kill": 8, "raise": 3, "exit": 2, "end": 2, "stop": 1}
+FAULTS = {"kill": 8, "raise": 3, "exit": 2, "end": 2, "segv": 2, "memory": 2, "int": 2, "term": 2, "stop": 1}
 IN_STEP = ("batch", "forward", "backward", "reduced", "stepped")
-INSIDE = ("write", "read", "keep", "give", "meet", "rejoin", "part", "barrier", "renew", "group", "links")
+INSIDE = (
+    *("write", "read", "keep", "give", "meet", "rejoin", "part", "barrier", "renew", "group", "links"),
+    *("settle", "vote", "take", "mark", "protect", "done", "replay"),
+)
 SAVING = ("save", "agree")
 OUTSIDE = ("start", "joined", "wrapped", "ready", "over")
 
@@ -39,6 +42,7 @@ def draw(seed: int) -> Case:
         # The program without a loader commits every batch; the reference does not know buffers under no_sync.
         accumulate=chance.choice((1, 1, 1, 2)) if has_loader and optimizer != "inside" and model != "norm" else 1,
         has_loader=has_loader,
+        has_extra=seed % 2 == 0,
         samples=chance.choice((90, 150, 151)),
         timeout_s=2.0 if stops else 20.0,
         compiles=chance.random() < 0.02 and model == "plain" and optimizer != "inside",
@@ -49,7 +53,7 @@ def draw(seed: int) -> Case:
     wanted = 3 if num_faults == 2 else chance.choice((2, 3))
     outside: list[tuple[str, float, int]] = []
     if num_faults == 1 and wanted == 3 and chance.random() < 0.5:
-        what = chance.choice(("SIGKILL", "SIGKILL", "SIGKILL", "scale 2", "scale 4", "SIGSTOP all"))
+        what = chance.choice(("SIGKILL", "SIGKILL", "SIGTERM", "SIGINT", "SIGUSR1", "scale 2", "scale 4", "SIGSTOP all"))
         # After a generation gets on, or at any moment of the run: while it starts, forms, joins or ends.
         when = round(chance.uniform(0, 0.3), 3) if chance.random() < 0.5 else round(-chance.uniform(0.05, 1.5), 3)
         outside.append((what, when, chance.randrange(3)))

@@ -7,11 +7,13 @@ into the loss. What is written last of a step is what was committed. From the re
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import hashlib
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,12 +39,13 @@ from phalanx.elastic.replay import Replay
 from phalanx.elastic.training import Training
 from phalanx.elastic.transaction import Transaction
 from phalanx.launch.elastic.member import Member
+from phalanx.launch.variables import AGENT_PID
 from phalanx.launch.worker import Worker
 from phalanx.zero.partition import element, shard
 from phalanx.zero.partition.local import LocalOptimizer
 
 WIDTH = 24
-FAULTS = ("kill", "stop", "raise", "exit", "end")
+FAULTS = ("kill", "stop", "raise", "exit", "end", "segv", "memory", "int", "term")
 
 
 class InjectedError(Exception):
@@ -58,6 +61,8 @@ class Plan:
     backend: str | None = None
     accumulate: int = 1
     has_loader: bool = True
+    has_extra: bool = True
+    """Without a loader: whether the place in the data is something extra; else it follows from the number of the step."""
     samples: int = 150
     batch: int = 4
     epochs: int = 2
@@ -67,6 +72,8 @@ class Plan:
     saves: bool = False
     generations: int = 0
     """Without a loader: train until there have been so many, and count what each leaves behind (`census`)."""
+    until: str = ""
+    """Without a loader: train until there is this file."""
     faults: tuple[tuple[str, str, int, int], ...] = ()
 
 
@@ -171,7 +178,19 @@ def happen(what: str) -> None:
         sys.exit(3)
     if what == "end":
         os._exit(4)
-    os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[what])
+    if what == "host":
+        os.kill(int(os.environ[AGENT_PID]), signal.SIGKILL)  # the launcher, and with it all workers of this host
+        time.sleep(60)
+    if what == "cut":
+        # The host is off the network, without a word to anybody; its processes live on.
+        subprocess.run(["ip", "link", "set", "eth0", "down"], check=True)
+        return
+    if what == "memory":
+        raise MemoryError("the injected words")
+    if what == "segv":
+        ctypes.string_at(0)
+    names = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "int": signal.SIGINT, "term": signal.SIGTERM}
+    signal.raise_signal(names[what])
 
 
 def _around(owner: Any, name: str, faults: Faults, before: str, after: str, harm: Callable[..., None] | None = None) -> None:
@@ -255,7 +274,7 @@ def train(plan: Plan, folder: str, number: int) -> None:
     checkpointer = Checkpointer(f"{folder}/saved", called, optimizer, scheduler, loader) if plan.saves else None
     faults.at("ready")
 
-    extra = None if plan.has_loader else {"position": position}
+    extra = {"position": position} if plan.has_extra and not plan.has_loader else None
     on_event = _census_taker(f"{folder}/census-{number}") if plan.generations else None
 
     @phalanx.elastic.run(called, optimizer, scheduler, loader, extra, on_event=on_event)
@@ -316,10 +335,11 @@ def census() -> dict[str, int]:
         }
 
 
-def _census_taker(path: str) -> Callable[[Any], None]:
-    def take(event: Any) -> None:
-        with open(path, "a") as file:
-            file.write(json.dumps({"generation": event["generation"], "world": event["world"], **census()}) + "\n")
+def _census_taker(path: str) -> Callable[[phalanx.elastic.Event], None]:
+    def take(event: phalanx.elastic.Event) -> None:
+        if event.what == "formed":
+            with open(path, "a") as file:
+                file.write(json.dumps({"generation": event.generation, "world": event.world, **census()}) + "\n")
 
     return take
 
@@ -342,16 +362,25 @@ def _batches(
             for batch, ids in loader:
                 yield batch, ids.tolist(), loader.count
         return
-    while position.used < plan.samples or plan.generations:
+    while position.used < plan.samples or plan.generations or _waits_for(plan.until, worker):
         assert worker.member is not None and worker.member.formed is not None
         if 0 < plan.generations <= worker.member.formed.generation:
             return
+        if not plan.has_extra:
+            position.used = training.step * 3 * plan.batch
+            if position.used >= plan.samples:
+                return
         # What is left over of the world's batches goes to rank 0 alone, with what the others have already.
         start = position.used + worker.rank * plan.batch
         ids = [number % plan.samples for number in range(start, start + plan.batch)]
         yield data[ids], ids, float(plan.batch)
         position.used += worker.world * plan.batch
         training.commit()
+
+
+def _waits_for(file: str, worker: Worker) -> bool:
+    """As rank 0 sees it: all end at the same step."""
+    return bool(file) and not worker.exchange.from_first(os.path.exists(file))
 
 
 def _register(model: Any, name: str) -> None:

@@ -14,14 +14,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import phalanx
 from phalanx.comm.failure.board import group_timeout_s
 from phalanx.comm.failure.interruption import InterruptibleStore
 from phalanx.comm.failure.log_store import LogStore
 from phalanx.errors import CommunicationError, PeerFailure
 from phalanx.launch.elastic.group import interruptible, make_group
-from tests.cluster import run_ranks
+from tests.cluster import run_ranks, spawn_ranks
 
 pytestmark = pytest.mark.timeout(120)
+
+SOON_S = 6
 
 
 class Broken:
@@ -140,3 +143,22 @@ def test_a_rank_that_failed_before_finds_the_others(backend: str, tmp_path: Path
     # What the dead rank has left in the store: it was there.
     LogStore(str(tmp_path / "half"), Whole()).set("phalanx/here/1", "1")
     run_ranks(2, _make_after_failures, str(tmp_path), backend, backend=None)
+
+
+def parted(rank: int, world: int) -> float:
+    worker = phalanx.init()
+    wrapped = phalanx.DistributedDataParallel(torch.nn.Linear(2, 2))
+    if rank == 0:
+        worker.part()
+        time.sleep(2 * SOON_S)
+        os._exit(len(list(wrapped.parameters())))  # until here a wrapper has held the group
+    started = time.monotonic()
+    with pytest.raises(RuntimeError):
+        worker.exchange.all_objects(rank)
+    return time.monotonic() - started
+
+
+def test_who_waits_for_a_rank_that_parts_is_told_by_the_connection() -> None:
+    outcomes = spawn_ranks(2, parted, pg_timeout_s=60)
+    assert outcomes[0].exitcode == 2, "it parted, and stayed"
+    assert outcomes[1].value < SOON_S

@@ -123,6 +123,24 @@ def test_the_survivors_of_a_death_are_formed_and_the_dead_one_is_replaced() -> N
     assert machine.arrived(0, 3) == [Form(3, (0, 2, 3))]
 
 
+def test_a_host_goes_with_its_workers_and_only_as_many_are_wanted_as_have_a_place() -> None:
+    machine = _formed(wanted=4)
+    assert machine.host_lost([1, 3], 2, 1) == [Break(1, (0, 1, 2, 3), 1)], "nobody is started who would have no place"
+    assert (machine.wanted, machine.asked) == (2, 0)
+    assert machine.arrived(0, 1) == [] and machine.arrived(2, 1) == [Form(2, (0, 2))]
+    assert machine.host_came(2, 4, 2) == [Start(2)] and machine.wanted == 4
+    # Lost again before anybody was started there.
+    assert machine.host_lost([], 2, 3) == [] and (machine.wanted, machine.asked) == (2, 0)
+
+
+def test_with_too_few_places_left_a_run_waits_for_a_host_to_come() -> None:
+    machine = _formed(fewest=3)
+    assert machine.host_lost([2], 2, 1) == [Break(1, (0, 1, 2), 2), Start(1)] and machine.wanted == 3
+    assert machine.arrived(0, 1) == [] and machine.arrived(1, 1) == []
+    assert machine.deadline == 101
+    assert machine.host_came(1, 3, 50) == [] and (machine.wanted, machine.asked) == (3, 1)
+
+
 def test_a_member_without_a_sign_of_life_is_fenced_and_replaced() -> None:
     machine = _formed()
     why = "it gave no sign of life for the time limit"

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import pytest
 
 from phalanx.errors import PeerFailure
-from phalanx.launch.elastic.page import GenerationOver, Heart, Page
-from phalanx.launch.elastic.silence import Silence, processor_ticks
+from phalanx.launch.elastic.page import GenerationOver, Heart, Page, processor_ticks
+from phalanx.launch.elastic.silence import Silence
 
 pytestmark = pytest.mark.timeout(60)
 

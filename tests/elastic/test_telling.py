@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from phalanx.elastic import Event
-from phalanx.elastic.leaving import leave_on_signal
 from phalanx.elastic.telling import Telling, warn_of_other_launcher
 from phalanx.errors import PeerFailure
-from phalanx.launch.elastic.member import Formed
+from phalanx.launch.elastic.member import Formed, Member
 from tests.elastic.test_story import records
 
 
@@ -126,10 +125,10 @@ def test_a_worker_leaves_by_a_signal_unless_the_script_has_a_handler_of_its_own(
     before = signal.getsignal(signal.SIGUSR1)
     try:
         signal.signal(signal.SIGUSR1, lambda *_: asked.append("own"))
-        leave_on_signal(member)
+        Member.leave_on_signal(member)
         signal.raise_signal(signal.SIGUSR1)
         signal.signal(signal.SIGUSR1, signal.SIG_DFL)
-        leave_on_signal(member)
+        Member.leave_on_signal(member)
         signal.raise_signal(signal.SIGUSR1)
     finally:
         signal.signal(signal.SIGUSR1, before)

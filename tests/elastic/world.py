@@ -66,7 +66,7 @@ class World:
             tuple((state, machine.workers[worker], worker in machine._leaving) for worker, state in self.processes.items()),
             tuple(label.get(worker) for worker in machine.members),
             (machine.state, machine.generation, machine.wanted, machine._late_at, machine._start_at),
-            (machine._fruitless, machine._is_paused, machine._asked, min(machine._stillborn, machine.limits.fruitless)),
+            (machine._fruitless, machine._is_paused, machine.asked, min(machine._stillborn, machine.limits.fruitless)),
             (self.asked, self.is_paused, self.has_committed, self.is_refused, self.is_hurried, self.is_scaled, self.is_told),
             tuple(label.get(worker) for worker in sorted(machine._woken)),
             (min(self.num_unborn, machine.limits.fruitless), self.num_fruitless, bool(self.failure)),
@@ -137,10 +137,23 @@ class World:
                 yield ("arrive", worker)  # it was behind one who has finished
             if state in ("training", "starting"):
                 yield ("leave", worker)
+        yield from self._host_faults()
         if self.machine.state is not RunState.OVER:
             for wanted in range(1, self.machine.limits.most + 1):
                 if wanted != self.machine.wanted:
                     yield ("scale", wanted)
+
+    def _host_faults(self) -> Iterator[Event]:
+        """A host goes with every second worker, and leaves few or many places; or one comes."""
+        if self.machine.state is RunState.OVER:
+            return
+        known = [worker for worker, state in self.processes.items() if state != "done"]
+        for gone in (known[::2], known[1::2]):
+            for places in (1, self.machine.limits.most):
+                if gone:
+                    yield ("cut", places, *gone)
+        if self.machine.wanted < self.machine.limits.most:
+            yield ("host", 1)
 
     # -- what follows --------------------------------------------------------------------------
 
@@ -215,6 +228,19 @@ class World:
         self.is_scaled = True
         self._apply(self.machine.wants_to_leave(worker, 0.0))
 
+    def _cut(self, places: int, *gone: int) -> None:
+        for worker in gone:
+            self._forget(worker)
+            del self.processes[worker]
+        self._apply(self.machine.host_lost(gone, places, 0.0))
+        assert self.machine.asked <= self.asked + self.machine.limits.most
+        self.asked = self.machine.asked
+        assert self.machine.limits.fewest <= self.machine.wanted <= self.machine.limits.most
+
+    def _host(self, places: int) -> None:
+        self.is_scaled = True
+        self._apply(self.machine.host_came(places, self.machine.limits.most, 0.0))
+
     def _scale(self, wanted: int) -> None:
         self.is_scaled = True
         self._apply(self.machine.scale(wanted, 0.0))
@@ -222,6 +248,7 @@ class World:
     # -- what must hold ------------------------------------------------------------------------
 
     def _apply(self, actions: list[Action]) -> None:
+        """Also: who is asked for is known to both sides alike."""
         for action in actions:
             match action:
                 case Start(count):

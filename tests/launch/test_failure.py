@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import sysconfig
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +135,11 @@ def test_stacks_of_the_main_thread_are_read(tmp_path: Path) -> None:
 def test_frames_in_words() -> None:
     assert describe([]) == ""
     assert describe([("/home/me/data.py", 5, "load"), ("/home/me/train.py", 9, "main")]) == "in load (data.py:5)"
+    stdlib, ours = sysconfig.get_paths()["stdlib"], "/x/site-packages/phalanx/comm/waiter.py"
+    users = ("/home/me/train.py", 9, "main")
+    inside = [(f"{stdlib}/enum.py", 7, "_missing_"), (ours, 3, "wait"), users]
+    assert describe(inside) == "in wait, called from main (train.py:9)"
+    assert describe([(f"{stdlib}/queue.py", 7, "get"), users]) == "in get, called from main (train.py:9)"
 
 
 def test_errors_that_say_a_peer_went_first() -> None:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
+import phalanx
 from phalanx.comm.hierarchical import hosts
 from phalanx.errors import ConfigError
 from phalanx.launch.worker import TRACE_DIRECTORY, init, leave, threads_for
@@ -188,3 +189,26 @@ def test_threads_are_left_alone_when_the_environment_sets_them(alone: None) -> N
     ):
         init()
     assert torch.get_num_threads() == 3
+
+
+@pytest.mark.parametrize("kind", ["plain", "in backward", "in backward, clipped", "overlapped"])
+def test_who_comes_later_does_not_train_alone(kind: str, alone: None) -> None:
+    worker = init(backend="gloo")
+    net = torch.nn.Linear(2, 2)
+    if kind.startswith("in backward"):
+        phalanx.optim.apply_in_backward(torch.optim.SGD, net.parameters(), lr=0.1, max_norm=1.0 if "," in kind else None)
+    model = phalanx.DistributedDataParallel(net)
+    optimizer: torch.optim.Optimizer | None = torch.optim.SGD(net.parameters(), lr=0.1) if kind == "plain" else None
+    if kind == "overlapped":
+        optimizer = phalanx.ZeroRedundancyOptimizer(net.parameters(), torch.optim.SGD, overlap_with_ddp=True, lr=0.1)
+    before = net.weight.detach().clone()
+    worker.refuse_to_train_alone()
+    try:
+        with pytest.raises(ConfigError, match="started to join ranks that train already"):
+            model(torch.ones(1, 2)).sum().backward()
+            if optimizer is not None:
+                optimizer.step()
+    finally:
+        assert worker._refusal is not None
+        worker._refusal.remove()
+    assert torch.equal(net.weight, before)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -36,7 +38,41 @@ def importing() -> Iterator[None]:
 
 def say(line: str) -> None:
     """One line of the command's own, on standard error so that the script's output stays clean."""
-    click.echo(f"{click.style('phalanx', fg='cyan')}: {visible(line)}", err=True)
+    write(f"{click.style('phalanx', fg='cyan')}: {visible(line)}", err=True)
+
+
+def write(text: str, err: bool) -> OSError | None:
+    """Write a line, and return what went wrong: after that nothing is written there any more.
+
+    For what must go on whether anybody looks or not: a pipe that nobody reads, a full disk, a terminal that is gone.
+    """
+    try:
+        click.echo(text, err=err)
+    except OSError as error:
+        _silence(2 if err else 1)
+        return error
+    return None
+
+
+def _silence(descriptor: int) -> None:
+    # What is left in the stream's buffer goes there too, so that the interpreter does not complain at its end.
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, descriptor)
+    os.close(nowhere)
+
+
+def keep_streams_open() -> None:
+    """Where the command was started without standard streams (`>&-`, some daemons): have them lead nowhere.
+
+    Otherwise the next file that is opened would get the number of standard output, and what is printed would go there.
+    """
+    for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            # The lowest number that is free, which is this one.
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+            setattr(sys, name, open(descriptor, "r" if descriptor == 0 else "w", closefd=False))
 
 
 # Colours and weights. The other sequences move the cursor, retitle the window, write to the clipboard or make the

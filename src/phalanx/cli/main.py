@@ -17,7 +17,7 @@ from typing import Any
 import click
 
 import phalanx
-from phalanx.cli.console import visible
+from phalanx.cli.console import keep_streams_open, visible, write
 from phalanx.errors import PhalanxError
 
 _COMMANDS = {
@@ -66,6 +66,7 @@ def cli(ctx: click.Context) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The entry point of the `phalanx` command. Never returns."""
+    keep_streams_open()
     try:
         # `phalanx_command` lets an interrupt end the process until here; while torch is imported `importing` does.
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -94,7 +95,7 @@ def _fail(message: str, ctx: click.Context | None = None, exitcode: int = 2) -> 
     line = line if len(line) <= _LONGEST else f"{line[: _LONGEST // 2]} … {line[-_LONGEST // 2 :]}"
     if ctx is not None and "--help" not in line:
         line += f" (see {command} --help)"
-    click.echo(f"{click.style('error', fg='red', bold=True)}: {visible(line)}", err=True)
+    write(f"{click.style('error', fg='red', bold=True)}: {visible(line)}", err=True)
     sys.exit(exitcode)
 
 

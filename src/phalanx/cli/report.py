@@ -36,6 +36,10 @@ def command(
         from phalanx.observe.run import load
     if run_dir is None:
         run_dir = str(newest(parent, traced=True).path)
+        latest = str(newest(parent).path)
+        if latest != run_dir:
+            # Whoever asks after a failure means the run that has just failed.
+            say(f"{run_dir} is the newest traced run. Of the newest of all: phalanx report {latest}")
     run = load(run_dir)
     page = Path(output) if output else Path(run_dir) / "report.html"
     try:

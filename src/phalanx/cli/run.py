@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from phalanx.cli.console import colour_of_rank, importing, quantity, say, visible
+from phalanx.cli.console import colour_of_rank, importing, quantity, say, visible, write
 from phalanx.cli.status_line import StatusLine
 from phalanx.errors import ConfigError
 from phalanx.launch.elastic.history import Watching
@@ -20,6 +20,7 @@ from phalanx.launch.hosts.secret import SECRET, read_secret
 from phalanx.launch.records import status
 from phalanx.launch.resources import may_have_accelerators, threads_for
 from phalanx.launch.rundir import RunDirectory
+from phalanx.launch.variables import SWAP
 
 if TYPE_CHECKING:
     from phalanx.launch.agent import LaunchSettings, Outcome
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from phalanx.launch.logs import Sink
 
 _MOST_AUTOMATIC_WORKERS = 8
+# Options that hardly any script has: after the script's name they are most likely meant for us.
+_OURS_ALONE = frozenset(("--nproc", "--nnodes", "--swap", "--elastic", "--max-restarts", "--run-dir"))
 
 
 @click.command(
@@ -99,15 +102,17 @@ def command(
         max_restarts=max_restarts,
         tracing=tracing,
         grace_s=grace,
-        environ=_swapping() if swap else {},
+        environ={SWAP: "1"} if swap else {},
         secret=read_secret(secret_file, os.environ) if most > 1 or secret_file else None,
-        elastic=_limits(elastic, workers, fewest_workers, most_workers),
+        elastic=_limits(elastic, (workers * fewest, workers * most), fewest_workers, most_workers),
     )
     directory = RunDirectory.create(run_dir, Path(script).stem)
     threads = os.environ.get("OMP_NUM_THREADS") or threads_for(workers)
     if not quiet:
         say(f"{quantity(workers, 'worker')}, OMP_NUM_THREADS={threads} each, logs in {directory.root}")
-    world = max(workers, most_workers or 0) * most
+        if misplaced := _misplaced(arguments):
+            say(misplaced)
+    world = max(workers * most, most_workers or 0)
     line = StatusLine(directory, world, wanted=not quiet)
     is_first = _Firsts(directory) if elastic else _is_first
     line.start()
@@ -119,16 +124,18 @@ def command(
     return outcome.exitcode
 
 
-def _limits(elastic: bool, workers: int, fewest: int | None, most: int | None) -> Limits | None:
+def _limits(elastic: bool, places: tuple[int, int], fewest: int | None, most: int | None) -> Limits | None:
+    """`places` are those that the first hosts have together, and those that all hosts may ever have."""
     from phalanx.launch.elastic.membership import Limits
 
     if not elastic:
         if fewest is not None or most is not None:
             raise ConfigError("--min and --max say how many workers an elastic run may have. Add --elastic.")
         return None
-    if not (fewest or 1) <= workers <= (most or workers):
-        raise ConfigError(f"--nproc {workers} is not between --min {fewest or 1} and --max {most or workers}.")
-    return Limits(fewest or 1, workers, most or workers)
+    workers, limit = places[0], most or places[1]
+    if not (fewest or 1) <= workers <= limit:
+        raise ConfigError(f"{workers} workers (--nproc, --nnodes) are not between --min {fewest or 1} and --max {limit}.")
+    return Limits(fewest or 1, workers, limit)
 
 
 def parse_nodes(text: str) -> tuple[int, int]:
@@ -140,12 +147,6 @@ def parse_nodes(text: str) -> tuple[int, int]:
     if fewest > most:
         raise ConfigError(f"--nnodes {text} asks for at least {fewest} and at most {most} hosts")
     return fewest, most
-
-
-def _swapping() -> dict[str, str]:
-    with importing():
-        from phalanx.swap.install import SWAP
-    return {SWAP: "1"}
 
 
 def parse_workers(text: str) -> int:
@@ -184,6 +185,19 @@ def _check_script(script: str, module: bool) -> None:
     if not path.exists():
         remedy = "Name a module with --module." if path.suffix != ".py" else "Check the path."
         raise ConfigError(f"there is no script {script} in {os.getcwd()}. {remedy}")
+    for name in ("phalanx", "torch"):
+        # The script's folder comes first where Python looks for modules, for the workers before the script itself.
+        hiding = path.parent / f"{name}.py"
+        if path.is_file() and hiding.is_file():
+            raise ConfigError(f"{hiding} hides the package {name}: `import {name}` would get it. Give it another name.")
+
+
+def _misplaced(arguments: tuple[str, ...]) -> str:
+    """A word on options of ours that went to the script; empty if there are none. The script may have such a one too."""
+    found = [one for one in arguments if one.partition("=")[0] in _OURS_ALONE]
+    if not found:
+        return ""
+    return f"{found[0]} stands after the script's name and goes to the script. Options of phalanx run come before it."
 
 
 def _meanwhile(end: RankEnd) -> str:
@@ -274,12 +288,12 @@ def show_failure(failure: FailureSummary, directory: RunDirectory) -> None:
     say(click.style(f"rank {first.rank} failed first", fg="red", bold=True) + f" ({first.how})")
     said = first.traceback or (first.message if first.message != first.how else "")
     for line in said.rstrip().splitlines() or ["it left no message"]:
-        click.echo(f"    {visible(line)}", err=True)
+        write(f"    {visible(line)}", err=True)
     if failure.hint:
         say(click.style("what to do", bold=True) + f": {failure.hint}")
     if failure.others:
         say("meanwhile")
     for end in failure.others:
         doing = "failed in the same way" if failure.alike(end) else _meanwhile(end)
-        click.echo(f"    rank {end.rank}: {visible(doing)}", err=True)
+        write(f"    rank {end.rank}: {visible(doing)}", err=True)
     say(f"all output is in {directory.root}")

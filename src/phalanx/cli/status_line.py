@@ -6,6 +6,7 @@ batch system's log) there is no such line, only a plain one every minute.
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import sys
 import threading
@@ -13,7 +14,7 @@ import time
 
 import click
 
-from phalanx.cli.console import say, visible
+from phalanx.cli.console import say, visible, write
 from phalanx.launch.elastic.history import Watching
 from phalanx.launch.records import status
 from phalanx.launch.rundir import RunDirectory
@@ -55,7 +56,10 @@ class StatusLine:
         """Write a line of a worker."""
         with self._lock:
             self._clear()
-            click.echo(text, err=err)
+            failure = write(text, err)
+            if failure is not None:
+                why = f"{'stderr' if err else 'stdout'} cannot be written to any more ({failure.strerror or failure})"
+                say(f"{why}; the run goes on, and all output is in {self._directory.root}")
 
     def say(self, line: str) -> None:
         """Write a line of the command's own."""
@@ -65,9 +69,14 @@ class StatusLine:
 
     def _clear(self) -> None:
         if self._drawn:
-            sys.stderr.write(_CLEAR)
-            sys.stderr.flush()
+            self._put(_CLEAR)
             self._drawn = False
+
+    @staticmethod
+    def _put(text: str) -> None:
+        with contextlib.suppress(OSError):  # the terminal is gone
+            sys.stderr.write(text)
+            sys.stderr.flush()
 
     def _run(self) -> None:
         last_plain = time.monotonic()
@@ -89,6 +98,5 @@ class StatusLine:
         shown = text if len(text) <= width else text[: max(0, width - 1)] + "…"
         with self._lock:
             if not self._ended.is_set():
-                sys.stderr.write(_CLEAR + click.style(shown, dim=True))
-                sys.stderr.flush()
+                self._put(_CLEAR + click.style(shown, dim=True))
                 self._drawn = True

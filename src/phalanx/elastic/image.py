@@ -23,14 +23,14 @@ from ..errors import StateError
 from ..launch.elastic.heads import HEAD_BYTES, SLOT, VOID, Paths
 
 
-class _SlotFile:
+class SlotFile:
     """One slot as its rank writes it: mapped once, and again only when it has to grow."""
 
     def __init__(self, path: str) -> None:
         self._descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         self.bytes = torch.empty(0, dtype=torch.uint8)
         self.layout: Layout | None = None  # the one whose text is in the file
-        self.layout_bytes = 0
+        self.text = b""
 
     def reserve(self, num_bytes: int) -> torch.Tensor:
         if num_bytes > self.bytes.numel():
@@ -62,7 +62,9 @@ class RankImage:
     def __init__(self, paths: Paths, rank: int, world: int) -> None:
         self._rank, self._world = rank, world
         self._head = os.open(paths.head, os.O_RDWR | os.O_CLOEXEC)
-        self._slots = [_SlotFile(path) for path in paths.slots]
+        self._slots = [SlotFile(path) for path in paths.slots]
+        self.written: tuple[tuple[int, int, int, int], torch.Tensor, bytes] | None = None
+        """What was written last: the sizes in the slot's head, the tensors where they lie, and the bytes behind them."""
 
     def write(self, version: int, pieces: Sequence[Piece], layout: Layout, texts: Mapping[str, Any], rest: Any) -> None:
         """Make `version` the newest one that this rank has. The one before it stays."""
@@ -74,15 +76,18 @@ class RankImage:
             manifest = Manifest("", self._rank, self._world, layout.num_bytes, dict(layout.tensors), list(layout.extents))
             text = manifest.to_bytes()
             slot.write(text, layout.num_bytes)
-            slot.layout, slot.layout_bytes = layout, len(text)
+            slot.layout, slot.text = layout, text
         data = pickle.dumps((dict(texts), rest), protocol=pickle.HIGHEST_PROTOCOL)
-        slot.write(data, layout.num_bytes + slot.layout_bytes)
-        os.pwrite(self._head, SLOT.pack(version, layout.num_bytes, slot.layout_bytes, len(data)), at)
+        slot.write(data, layout.num_bytes + len(slot.text))
+        sizes = version, layout.num_bytes, len(slot.text), len(data)
+        os.pwrite(self._head, SLOT.pack(*sizes), at)
+        self.written = sizes, slot.bytes[: layout.num_bytes], slot.text + data
 
     def clear(self) -> None:
         """Hold nothing any more."""
         if any(slot.layout is not None for slot in self._slots):
             os.pwrite(self._head, 2 * SLOT.pack(VOID, 0, 0, 0), 0)
+            self.written = None
             for slot in self._slots:
                 slot.clear()
 

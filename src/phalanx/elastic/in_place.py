@@ -3,8 +3,9 @@
 
 In place if one divided optimizer that can (`place.can_place`) is all that learns, and has made one step since the last
 commit; and if whoever is left can complete a step that was cut short inside of `step()`, without the lines of the script
-that come after it: the loader knows what was used, and the scheduler is stepped. An `extra`, or a program's own place in
-the data, may be brought up to date in those lines, so that these programs write copies.
+that come after it: the loader knows what was used, the scheduler is stepped, and a program without a loader has nothing
+but the count of steps to find its place by. An `extra` may be brought up to date in those lines, so that programs with one
+write copies.
 
 Everything here is asked on every rank alike, or agreed upon by all before anybody acts on it.
 """
@@ -73,7 +74,7 @@ class InPlace:
         return all(isinstance(value, torch.Tensor) for value in model.state_dict(keep_vars=True).values())
 
     def _is_completed_without_script(self) -> bool:
-        return "loader" in self._subject.parts and not self._subject.extra
+        return not self._subject.extra
 
     def settle(self, images: Sequence[Paths], version: int, is_one_step: bool, leave: Callable[[], None]) -> None:
         """All ranks have written a copy of `version`: from the next step on it goes on in place, where that can be."""

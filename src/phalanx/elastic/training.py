@@ -24,7 +24,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
-from torch.distributed import rpc
 
 from ..checkpoint.capture import Subject
 from ..comm.failure.interruption import awaited
@@ -37,10 +36,11 @@ from ..launch.worker import current_worker
 from ..optim.in_backward import InBackward
 from ..zero.optimizer import ZeroRedundancyOptimizer
 from .decision import Decision, Report, decide
+from .hosts.between import Between
 from .image import ImageSource, RankImage
 from .in_place import Found, InPlace, Standing
 from .keeping import Keeping, Taken
-from .leaving import leave_on_signal
+from .refusal import refuse_what_cannot_change
 from .telling import OnEvent, Telling, warn_of_other_launcher
 from .transaction import Passing, Transaction
 
@@ -108,6 +108,7 @@ class Training:
         self._subject = Subject(model, optimizer, {"scheduler": scheduler, "loader": loader}, extra)
         self._transaction = Transaction(self._subject)
         self._in_place = InPlace(self._subject, worker, self._transaction)
+        self._between = Between(worker)
         self._image: RankImage | None = None
         self._keeping = Keeping.WRITTEN
         self._has_entered = False  # whether this worker has, or had, a state in common with others
@@ -120,43 +121,11 @@ class Training:
         self._scheduled: Any = None  # what the scheduler's state was at the last commit
         self._follows_schedule = False  # whether the scheduler has moved in the step before
         if self._member is not None:
-            self._check()
+            refuse_what_cannot_change(self._subject)
         for one in self._subject.optimizers.values():
             if not isinstance(one, InBackward):
                 one.register_step_pre_hook(self._note_begin)
                 one.register_step_post_hook(self._note_end)
-
-    def _check(self) -> None:
-        """What cannot go on with other ranks is refused before the first step."""
-        if self._loader is not None and not self._loader.any_world:
-            raise ConfigError(
-                "an elastic run needs a loader that can go on with another number of ranks in the middle of an epoch: one "
-                "of a map-style dataset. A stream, or data of each rank's own, cannot be divided anew."
-            )
-        for name, value in self._subject.extra.items():
-            settable = ("load_state_dict", "set_state", "bit_generator", "setstate")
-            if not any(hasattr(value, attribute) for attribute in settable):
-                raise ArgumentTypeError(
-                    f"extra {name!r} is a {type(value).__name__}, which cannot be set back in place. Give an object with "
-                    "state_dict() and load_state_dict(), or a generator."
-                )
-        for one in self._subject.optimizers.values():
-            if isinstance(one, ZeroRedundancyOptimizer) and one.partition != "element" and one.world_size > 1:
-                raise ConfigError(
-                    f"an elastic run needs an optimizer that can be divided anew by elements; {one.partition_reason}. Use "
-                    "such a class, or a plain optimizer."
-                )
-        if rpc.is_available() and rpc._is_current_rpc_agent_set():
-            raise ConfigError(
-                "an elastic run cannot use torch.distributed.rpc: its workers stay the same for good, and neither remote "
-                "optimizers nor distributed autograd go on without one of them. Start it without --elastic."
-            )
-        wrapper = self._subject.wrapper
-        if wrapper is not None and self._subject.ddp is None:
-            raise ConfigError(
-                f"an elastic run needs phalanx.DistributedDataParallel, which can go on over another group; the model is in "
-                f"a {type(wrapper).__module__}.{type(wrapper).__name__}."
-            )
 
     def _note_begin(self, *_: Any) -> None:
         self._num_begun += 1
@@ -225,7 +194,9 @@ class Training:
         return is_one_step and is_whole and not self._is_uneven
 
     def _commit_written(self, version: int, member: Member) -> None:
-        is_one_step = self._num_ended == 1 and not self._is_uneven
+        assert member.formed is not None, "it is a member of a generation"
+        # In place what was learnt is on one host only: where there may be several, it is written, and mirrored.
+        is_one_step = self._num_ended == 1 and not self._is_uneven and not member.formed.hosts
         if self._keeping is Keeping.HELD:
             # All have made the step, or it is undone by those who hold the one before. Until all have written this one it
             # is held as well: some may go on before the others know.
@@ -235,7 +206,6 @@ class Training:
         # Whoever goes on knows that all ranks have written this version: it is never undone.
         self._worker.barrier()
         self.step, self._keeping = version, Keeping.WRITTEN
-        assert member.formed is not None, "it is a member of a generation"
         self._in_place.settle(member.formed.images, version, is_one_step, self._copy_before_step)
 
     def _copy_before_step(self) -> None:
@@ -256,10 +226,12 @@ class Training:
         self._kept = self._transaction.keep()
         if how is Keeping.WRITTEN:
             self._transaction.write(self._image, version, self._worker.rank, self._worker.world, self._kept)
+            self._between.pass_on(self._image)
         elif self._keeping is how:
             # What was written before all held it, or had it in place, is out of date. Not one commit earlier: some may not
             # hold this one yet, and would have nothing to go back to if those who do are lost.
             self._image.clear()
+            self._between.clear()
         if how is not Keeping.WRITTEN:
             self.step, self._keeping = version, how
         self._num_begun = self._num_ended = 0
@@ -279,7 +251,7 @@ class Training:
             warn_of_other_launcher(self._worker.rank, self._worker.world)
             self._watch_loader()
             return function(self)
-        leave_on_signal(member)
+        member.leave_on_signal()
         self._enter(member)
         while True:
             try:
@@ -324,10 +296,21 @@ class Training:
             self._recover(member, "joins", ())
             return
         # Of the first generation: everybody has made the same from the beginning.
+        try:
+            self._open_image(formed, member)
+            self._note_schedule()
+            self._keep(self.step, Keeping.WRITTEN)
+            self._has_entered = True
+            return
+        except Exception as error:
+            if not self._follows_loss(error):
+                raise
+            lost = self._understand(error)
+        self._recover(member, *lost)
+
+    def _open_image(self, formed: Formed, member: Member) -> None:
         self._image = RankImage(formed.images[formed.rank], formed.rank, formed.world)
-        self._note_schedule()
-        self._keep(self.step, Keeping.WRITTEN)
-        self._has_entered = True
+        self._between.begin(formed, member)
 
     def _recover(self, member: Member, why: str, silent: tuple[int, ...]) -> None:
         """Meet and go on; again if somebody is lost meanwhile."""
@@ -345,13 +328,14 @@ class Training:
         if self._image is not None:
             self._image.close()
             self._image = None
+        self._between.end()
         self._worker.part()
 
     def _meet(self, member: Member, why: str, silent: tuple[int, ...] = (), in_loop: bool = False) -> None:
         begun = time.monotonic()
         formed = member.meet(why, silent)
         met = time.monotonic()
-        self._worker.rejoin(formed.rank, formed.world, formed.store, member.interruption)
+        self._worker.rejoin(formed, member.interruption)
         self._go_on(formed, member, in_loop)
         paused_s, waited_s = time.monotonic() - begun, met - begun
         self._telling.goes_on(
@@ -360,7 +344,7 @@ class Training:
 
     def _go_on(self, formed: Formed, member: Member, in_loop: bool) -> None:
         """Bind everything to the new group, and set it back to the last common commit."""
-        self._image = RankImage(formed.images[formed.rank], formed.rank, formed.world)
+        self._open_image(formed, member)
         report = Report(self.step if self._has_entered else None, self._num_begun > 0, self._num_ended == self._num_begun)
         holds = self._has_entered and self._keeping is Keeping.HELD
         # Looked at before anybody knows what the others say, and so before anybody finishes a step of another.
@@ -384,6 +368,7 @@ class Training:
         self._apply(taken, formed)
         # Everybody has taken what it needs: from here on those who gave it may write over it, or step.
         self._worker.barrier()
+        self._between.taken()
         # A rank alone holds nothing that anybody else would have if it were lost.
         self._keep(self.step, self._keeping if formed.world > 1 else Keeping.WRITTEN)
 
@@ -411,8 +396,10 @@ class Training:
 
     def _take_written(self, formed: Formed, member: Member) -> Taken:
         """What every rank wrote."""
+        formed = self._between.complete(formed)
         if formed.version == VOID:
-            if formed.has_committed:
+            if formed.has_committed or self._between.has_lost_several:
+                member.lost_state()
                 raise StateError(
                     "every rank that held the state is lost. Start again from the newest checkpoint (Checkpointer.restore)."
                 )
@@ -463,9 +450,10 @@ class Training:
             if formed.rank == decision.source:
                 self._transaction.write(self._image, decision.version, 0, 1, mine)
             self._worker.barrier()
+            where = self._between.bring(formed, decision.source, decision.takers, decision.version)
         if formed.rank not in decision.takers:
             return Taken(decision.version, Keeping.HELD, None, mine, mine)
-        source = ImageSource([formed.images[decision.source]], decision.version)
+        source = ImageSource([where], decision.version)
         return Taken(decision.version, Keeping.HELD, source, source.rest[0], self._own(reports[formed.rank], decision))
 
     def _own(self, report: Report, decision: Decision) -> Passing | None:

@@ -19,21 +19,24 @@ from typing import Any
 from phalanx.comm.failure.waiting import Notice
 from phalanx.errors import ConfigError
 from phalanx.launch.elastic.history import History
+from phalanx.launch.elastic.hosts.agent import Agent
+from phalanx.launch.elastic.hosts.gathering import Hosts
+from phalanx.launch.elastic.hosts.here import Here
 from phalanx.launch.elastic.membership import Limits
 from phalanx.launch.elastic.supervisor import ElasticSupervisor
 from phalanx.launch.failure import FailureSummary, summarize
 from phalanx.launch.hosts.company import HostsEnded
-from phalanx.launch.hosts.meeting import Invitation
+from phalanx.launch.hosts.meeting import Invitation, listen
 from phalanx.launch.hosts.secret import HOW_TO_MAKE, SECRET
 from phalanx.launch.logs import Follower, Keeper, RankLogs, Sink
-from phalanx.launch.rendezvous import ManyHosts, OneHost, Rendezvous
+from phalanx.launch.rendezvous import Apart, ManyHosts, OneHost, Rendezvous
 from phalanx.launch.resources import threads_for
 from phalanx.launch.rundir import RunDirectory
 from phalanx.launch.start.starting import Starting
 from phalanx.launch.supervise.policy import AllOrNone
 from phalanx.launch.supervise.supervisor import Crew, Supervisor, signals_raise
 from phalanx.launch.supervise.team import Interrupted, Team
-from phalanx.launch.variables import AGENT_PID
+from phalanx.launch.variables import AGENT_PID, SWAP
 
 
 @dataclass(frozen=True)
@@ -67,10 +70,9 @@ class LaunchSettings:
             raise ConfigError(f"at least one worker a host is needed, got {self.nproc}")
         if not 1 <= self.min_nodes <= self.max_nodes:
             raise ConfigError(f"hosts must be 1 or more, got {self.min_nodes}:{self.max_nodes}")
-        if self.elastic is not None and (self.max_nodes > 1 or self.max_restarts):
+        if self.elastic is not None and self.max_restarts:
             raise ConfigError(
-                "--elastic replaces workers of one host, one by one. Leave out --nnodes and --max-restarts; across hosts, "
-                "restart from a Checkpointer's newest checkpoint (--max-restarts)."
+                "--elastic replaces workers one by one, --max-restarts starts all of them again. Leave one of the two out."
             )
         if self.max_nodes > 1 and self.endpoint is None:
             raise ConfigError(
@@ -136,12 +138,13 @@ def _start_and_watch(settings: LaunchSettings, directory: RunDirectory, sink: Si
     starting = Starting(os.environ, settings.nproc, can_restart)
     team = Team(starting.start)
     crew = Crew(settings.command, settings.nproc, settings.max_restarts, settings.grace_s)
-    supervisor: Supervisor | ElasticSupervisor
     history = None if settings.elastic is None else History(directory, notice)
+    supervisor: AnySupervisor
     if settings.elastic is None or history is None:
         supervisor = Supervisor(crew, team, AllOrNone(settings.max_restarts), rendezvous, logs)
     else:
-        supervisor = ElasticSupervisor(crew, team, settings.elastic, rendezvous, logs, directory.root, history.note)
+        here = Here(crew, team, rendezvous, logs, settings.elastic.most, settings.max_nodes > 1)
+        supervisor = _elastic(settings, here, rendezvous, directory, history, notice)
     ended = _End()
     try:
         try:
@@ -156,10 +159,29 @@ def _start_and_watch(settings: LaunchSettings, directory: RunDirectory, sink: Si
         if ended.well is False:
             ended = replace(ended, failure=_summary(directory, logs, keeper, team, supervisor))
     finally:
-        met = supervisor.has_met if isinstance(supervisor, ElasticSupervisor) else rendezvous.workers_met()
+        met = rendezvous.workers_met() if isinstance(supervisor, Supervisor) else supervisor.has_met
         elsewhere = rendezvous.leave(_words(ended)) or ended.elsewhere
-    given_up = supervisor.failure if isinstance(supervisor, ElasticSupervisor) else ""
+    given_up = "" if isinstance(supervisor, Supervisor) else supervisor.failure
     return Outcome(0.0, ended.failure, ended.signal, "" if ended.signal else elsewhere, met, given_up)
+
+
+AnySupervisor = Supervisor | ElasticSupervisor | Agent
+
+
+def _elastic(
+    settings: LaunchSettings, here: Here, rendezvous: Rendezvous, directory: RunDirectory, history: History, notice: Notice
+) -> ElasticSupervisor | Agent:
+    """Who decides, if this is the only host or the first; who does as it is told, on any other."""
+    assert settings.elastic is not None, "the run is elastic"
+    hosts, grace_s = None, settings.grace_s
+    if isinstance(rendezvous, Apart):
+        invitation = _invitation(settings)
+        listener = listen(invitation, settings.node_rank)
+        if listener is None:
+            return Agent(here, rendezvous, invitation, notice, grace_s)
+        hosts = Hosts(listener, invitation, settings.nproc, notice)
+        rendezvous.address = hosts.address
+    return ElasticSupervisor(here, settings.elastic, rendezvous, grace_s, directory.root, history.note, hosts)
 
 
 @dataclass(frozen=True)
@@ -172,7 +194,7 @@ class _End:
     elsewhere: str = ""
 
 
-def _run(supervisor: Supervisor | ElasticSupervisor, starting: Starting) -> _End:
+def _run(supervisor: AnySupervisor, starting: Starting) -> _End:
     try:
         starting.begin()
         return _End(well=supervisor.run(starting.wait))
@@ -183,7 +205,7 @@ def _run(supervisor: Supervisor | ElasticSupervisor, starting: Starting) -> _End
 
 
 def _summary(
-    directory: RunDirectory, logs: RankLogs, keeper: Keeper, team: Team, supervisor: Supervisor | ElasticSupervisor
+    directory: RunDirectory, logs: RankLogs, keeper: Keeper, team: Team, supervisor: AnySupervisor
 ) -> FailureSummary | None:
     first = supervisor.first_rank
     codes = {first + local_rank: code for local_rank, code in team.exitcodes().items()}
@@ -204,12 +226,17 @@ def _words(ended: _End) -> str:
 def _rendezvous(settings: LaunchSettings, notice: Notice) -> Rendezvous:
     if settings.max_nodes == 1:
         return OneHost(settings.run_id or uuid.uuid4().hex, settings.nproc)
+    if settings.elastic is not None:
+        return Apart(settings.run_id, settings.nproc)
+    return ManyHosts(_invitation(settings), settings.nproc, settings.node_rank, notice)
+
+
+def _invitation(settings: LaunchSettings) -> Invitation:
     assert settings.endpoint is not None and settings.secret is not None, "checked by LaunchSettings"
     restartable = settings.max_restarts > 0 or settings.min_nodes < settings.max_nodes
-    invitation = Invitation(
+    return Invitation(
         settings.endpoint, settings.min_nodes, settings.max_nodes, restartable, settings.run_id, settings.secret
     )
-    return ManyHosts(invitation, settings.nproc, settings.node_rank, notice)
 
 
 @contextlib.contextmanager
@@ -248,6 +275,7 @@ def _opening_facts(settings: LaunchSettings) -> dict[str, Any]:
         "nproc": settings.nproc,
         "nodes": [settings.min_nodes, settings.max_nodes],
         "tracing": settings.tracing,
+        "swap": settings.environ.get(SWAP) == "1",
         "elastic": None if settings.elastic is None else [settings.elastic.fewest, settings.elastic.most],
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "started_ns": time.time_ns(),

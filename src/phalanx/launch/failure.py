@@ -91,9 +91,9 @@ class FailureSummary:
         if self.first.consequence and gone:
             ranks = f"rank {gone[0]}" if len(gone) == 1 else f"ranks {', '.join(gone)}"
             return (
-                f"{ranks} had finished while rank {self.first.rank} still waited for gradients: fewer steps were taken "
-                "there. Give every rank equally many batches, as worker.loader(loader, model) does, or train inside "
-                "`with model.join():`."
+                f"{ranks} had finished while rank {self.first.rank} still waited: fewer steps were taken there. Give every "
+                "rank equally many batches, as worker.loader(loader, model) does, or train inside `with model.join():`; "
+                "and where a loop is left early, decide by a number that is the same on every rank, as worker.mean gives."
             )
         if self.first.exitcode == -signal.SIGKILL and self.first.at_ns is None:
             return (
@@ -233,14 +233,22 @@ def describe(frames: list[tuple[Any, ...]] | list[tuple[str, int, str]]) -> str:
     users = next((frame for frame in frames if not _is_library(str(frame[0]))), None)
     if users is None or users is innermost:
         return f"in {innermost[2]} ({_short(str(innermost[0]))}:{innermost[1]})"
-    inner = next((frame for frame in frames if not _is_plumbing(frame)), innermost)
+    # What a call of ours or torch's does within Python's own library says nothing to the user.
+    known = [frame for frame in frames if not _is_plumbing(frame)]
+    inner = next((frame for frame in known if not _is_stdlib(str(frame[0]))), innermost)
+    if inner is users:
+        inner = known[0]
     return f"in {inner[2]}, called from {users[2]} ({_short(str(users[0]))}:{users[1]})"
 
 
 def _is_library(file: str) -> bool:
-    stdlib = sysconfig.get_paths()["stdlib"]
     parts = Path(file).parts
-    return "site-packages" in parts or "phalanx" in parts or file.startswith((stdlib, "<frozen"))
+    return "site-packages" in parts or "phalanx" in parts or _is_stdlib(file)
+
+
+def _is_stdlib(file: str) -> bool:
+    own = file.startswith((sysconfig.get_paths()["stdlib"], "<frozen"))
+    return own and "site-packages" not in Path(file).parts
 
 
 def _is_plumbing(frame: tuple[Any, ...]) -> bool:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from phalanx.comm.failure.waiting import Notice
-from phalanx.launch.rundir import RunDirectory, open_private
+from phalanx.launch.rundir import RankFiles, RunDirectory, open_private
 from phalanx.launch.variables import STACKS_FILE, TRACE_DIRECTORY
 from phalanx.observe.live.pulse import STATUS_FILE
 
@@ -216,10 +216,14 @@ class RankLogs:
         """Workers are about to be started."""
         self.attempt += 1
 
+    def files(self, rank: int) -> RankFiles:
+        """A rank's files of the latest start."""
+        return self._directory.rank(self.attempt, rank)
+
     def prepare(self, environ: MutableMapping[str, str]) -> tuple[int, int]:
         """Tell a worker in its environment where its files are; returns its standard output and standard error."""
         rank = int(environ["RANK"])
-        files = self._directory.rank(self.attempt, rank)
+        files = self.files(rank)
         environ["TORCHELASTIC_ERROR_FILE"] = str(files.error)
         environ[STACKS_FILE] = str(files.stacks)
         environ[STATUS_FILE] = str(files.status)

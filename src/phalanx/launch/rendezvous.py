@@ -13,6 +13,7 @@ import os
 import socket
 from abc import ABC, abstractmethod
 from collections.abc import MutableMapping
+from dataclasses import replace
 
 import psutil
 
@@ -95,6 +96,28 @@ class OneHost(Rendezvous):
         self._store.close()
         self._port.close()
         return ""
+
+
+class Apart(OneHost):
+    """The workers of one host of several in an elastic run. Who takes part the first host's coordinator decides, and where
+    they meet; here it is only said on which interface they listen."""
+
+    def __init__(self, run_id: str, nproc: int, address: str = LOOPBACK) -> None:
+        super().__init__(run_id, nproc)
+        self.address = address
+        """This host's own, towards the others. Known to hosts other than the first when they have joined."""
+        self.nproc = nproc
+
+    def next_round(self) -> Round:
+        # Served: each generation's store is in the first host's launcher, which outlives every rank.
+        return replace(super().next_round(), is_served=True)
+
+    def prepare(self, environ: MutableMapping[str, str]) -> None:
+        super().prepare(environ)
+        _listen_on(self.address, environ)
+
+    def workers_met(self) -> bool | None:
+        return None
 
 
 class ManyHosts(Rendezvous):

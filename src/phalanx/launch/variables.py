@@ -11,6 +11,9 @@ RUN_STORE = "PHALANX_RUN_STORE"
 STACKS_FILE = "PHALANX_STACKS_FILE"
 """Where a worker writes its stacks when it is told to end."""
 
+SWAP = "PHALANX_SWAP"
+"""Whether workers swap torch's classes for ours. As `swap.install.SWAP`, in a module that imports torch."""
+
 TRACE_DIRECTORY = "PHALANX_TRACE_DIR"
 """Where `init` traces to. `phalanx run --trace` sets it."""
 

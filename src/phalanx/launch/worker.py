@@ -30,7 +30,7 @@ from phalanx.data.loader import Loader
 from phalanx.data.values import Exchange, FirstOnly
 from phalanx.errors import ArgumentTypeError, ConfigError, MismatchError, PeerFailure
 from phalanx.launch.elastic.group import make_group
-from phalanx.launch.elastic.member import Member
+from phalanx.launch.elastic.member import Formed, Member
 from phalanx.launch.environment import Environment, detect
 from phalanx.launch.resources import threads_for as threads_for
 from phalanx.launch.variables import TRACE_DIRECTORY as TRACE_DIRECTORY
@@ -69,6 +69,8 @@ class Worker:
         """Leave the group in order to join another one; whoever waits for this rank there is told so by the transport."""
         if dist.is_initialized():
             gloo_threads.rest()
+            # Wrappers hold the group until they have another one, and with it connections by which nobody would be told.
+            gloo_threads.cut()
             dist.destroy_process_group()
 
     def refuse_to_train_alone(self) -> None:
@@ -82,22 +84,23 @@ class Worker:
 
         self._refusal = register_optimizer_step_pre_hook(refuse)
 
-    def rejoin(self, rank: int, world: int, store_path: str, interruption: Interruption) -> None:
-        """Join a new group of `world` ranks of this host, as `rank`. Whatever was bound to the old one is the caller's.
+    def rejoin(self, formed: Formed, interruption: Interruption) -> None:
+        """Join the group of a new generation. Whatever was bound to the old one is the caller's.
 
         `interruption` ends every wait for a rank that will not come.
         """
-        self.rank = self.local_rank = self._exchange.rank = rank
-        self.world = self.local_world = self._exchange.world = world
+        rank, world = formed.rank, formed.world
+        self.rank = self._exchange.rank = rank
+        self.world = self._exchange.world = world
+        self.local_rank, self.local_world = formed.local
         self._exchange.is_joining = False
         if self._refusal is not None:
             self._refusal.remove()
             self._refusal = None
-        names = ("RANK", "LOCAL_RANK"), ("WORLD_SIZE", "LOCAL_WORLD_SIZE")
-        for value, variables in zip((rank, world), names, strict=True):
-            os.environ.update(dict.fromkeys(variables, str(value)))
-        place = rank, world
-        self._store = make_group(self.backend, self.device, place, store_path, interruption, self._timeout_s)
+        names = "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"
+        for name, value in zip(names, (rank, world, *formed.local), strict=True):
+            os.environ[name] = str(value)
+        self._store = make_group(self.backend, self.device, (rank, world), formed.store, interruption, self._timeout_s)
         self._group = weakref.ref(dist.group.WORLD)
 
     @property
@@ -250,7 +253,13 @@ def _init_member(
     global _worker
     alone = Environment("phalanx", 0, 1, int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
     place = _choose_device(alone, device)
-    chosen = backend or ("phalanx" if place.type == "cpu" and _registered("phalanx") else _choose_backend(alone, place))
+    shares_memory = place.type == "cpu" and _registered("phalanx") and not member.spans_hosts
+    chosen = backend or ("phalanx" if shares_memory else _choose_backend(Environment("phalanx", 0, 1, 0, 1), place))
+    if member.spans_hosts and "phalanx" in chosen:
+        raise ConfigError(
+            "an elastic run on several hosts communicates over gloo: the backend 'phalanx' cannot go on between hosts when "
+            "one of them is lost. Leave the backend to phalanx.init(), or pass 'gloo'."
+        )
     _check_backend(alone, chosen)
     _check_usable(alone, chosen)
     _set_threads(alone, threads)
@@ -263,9 +272,9 @@ def _init_member(
         _worker.refuse_to_train_alone()
     else:
         formed = member.meet()
-        found = Environment("phalanx", formed.rank, formed.world, formed.rank, formed.world)
+        found = Environment("phalanx", formed.rank, formed.world, *formed.local)
         _worker = Worker(found, place, chosen, timeout_s)
-        _worker.rejoin(formed.rank, formed.world, formed.store, member.interruption)
+        _worker.rejoin(formed, member.interruption)
     _worker.member = member
     atexit.register(_leave_at_exit)
     return _worker
@@ -396,10 +405,8 @@ def _choose_device(environment: Environment, device: str | torch.device | None) 
     available = torch.accelerator.device_count()
     index = environment.local_rank if place.index is None else place.index
     if index >= available:
-        raise ConfigError(
-            f"rank {environment.rank}: needs GPU {index} of this host, which has {available}. "
-            f"Start at most {available} workers a host, or pass device='cpu'."
-        )
+        remedy = f"Start at most {available} workers a host, or pass device='cpu'" if available else "Pass device='cpu'"
+        raise ConfigError(f"rank {environment.rank}: needs GPU {index} of this host, which has {available}. {remedy}.")
     place = torch.device(place.type, index)
     # Before any group is made: NCCL's communicators, and every tensor without an index, belong to the current device.
     torch.accelerator.set_device_index(place)

@@ -172,6 +172,8 @@ def _tiles_of_pulses(run: Run) -> list[tuple[str, str, str]]:
 def _command(run: Run) -> str:
     words = [str(word) for word in run.facts.get("command", [])]
     options = [f"--nproc {run.facts['nproc']}"] if isinstance(run.facts.get("nproc"), int) else []
+    options += ["--elastic"] if run.facts.get("elastic") else []
+    options += ["--swap"] if run.facts.get("swap") is True else []
     options += ["--trace"] if run.facts.get("tracing") is True else []
     shown = " ".join(["phalanx run", *options, *words]) if words else ""
     return str(run.facts.get("shown", "")) or shown
@@ -197,7 +199,7 @@ def _seconds(seconds: float) -> str:
 def _passes_in_words(first: RankTrace) -> str:
     count = len(passes(first))
     reductions = len(first.named(trace.REDUCE)) / count
-    return f"{count} passes, {reductions:.3g} reductions each"
+    return f"{count} passes, {reductions:.3g} reduction{'' if reductions == 1 else 's'} each"
 
 
 def _peak(rank: RankTrace) -> float:

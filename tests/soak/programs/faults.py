@@ -17,9 +17,11 @@ from tests.soak.programs.ends import ABORTED, BACKENDS
 from tests.soak.programs.program import WORDS
 
 PROGRAM = Path(__file__).with_name("program.py")
-PROGRAMS = ("ddp", "hook", "zero", "overlap")
+PROGRAMS = ("ddp", "hook", "zero", "overlap", "stage2", "shared", "mixed", "buffers", "powersgd", "join", "saves")
 # How often each is drawn. Stopping costs the group's time limit.
 FAULTS = {"none": 2, "raise": 4, "kill": 4, "term": 2, "exit": 2, "stop": 1}
+FAULTS |= {"memory": 2, "segv": 2, "leave": 2, "end": 2, "hup": 1, "deaf": 1}
+HARMLESS = ("none", "deaf")
 MOMENTS = ("start", "joined", "forward", "between", "backward", "step", "end")
 _SHORT_S = 10
 
@@ -35,8 +37,9 @@ def draw(seed: int) -> dict[str, Any]:
         "backend": chance.choice(BACKENDS),
         "launcher": chance.choice(LAUNCHERS),
         "fault": fault,
-        # A rank that is stopped when it has nothing more to do with the others is waited for by its launcher, for ever.
-        "moment": chance.choice(MOMENTS[:-1] if fault == "stop" else MOMENTS),
+        # A rank that is stopped when it has nothing more to do with the others is waited for by its launcher, for ever; and
+        # one that ends well there has done nothing wrong.
+        "moment": chance.choice(MOMENTS[:-1] if fault in ("stop", "leave", "end") else MOMENTS),
         "victim": chance.randrange(world),
         "world": world,
     }
@@ -73,13 +76,14 @@ def _wrong(plan: dict[str, Any], outcome: Outcome, fired: bool) -> list[str]:
     found = [] if fired == (plan["fault"] != "none") else ["the fault never fired"]
     if None in outcome.codes:
         found.append("hangs")
-    if ABORTED.search(outcome.said) or {-6, -11} & set(outcome.codes):
+    others = [code for rank, code in enumerate(outcome.codes) if plan["fault"] != "segv" or rank != plan["victim"]]
+    if (plan["fault"] != "segv" and ABORTED.search(outcome.said)) or {-6, -11} & set(others):
         found.append("aborts")
     # The victim of a stop is stopped until somebody ends it: a scheduler's task, and the launchers'.
     allowed = int(plan["fault"] == "stop" and plan["launcher"] in ("bare", "spawn"))
     if len(outcome.left) > allowed:
         found.append(f"left {outcome.left}")
-    if plan["fault"] == "none":
+    if plan["fault"] in HARMLESS:
         well = set(outcome.codes) == {0} and "Error" not in outcome.said and "Traceback" not in outcome.said
         return found if well else [*found, "did not end well"]
     return [*found, *(_wrong_alone if plan["launcher"] == "bare" else _wrong_launched)(plan, outcome)]
@@ -99,8 +103,9 @@ def _wrong_alone(plan: dict[str, Any], outcome: Outcome) -> list[str]:
     found, victim, fault, moment = [], plan["victim"], plan["fault"], plan["moment"]
     for rank, (code, text) in enumerate(zip(outcome.codes, outcome.texts, strict=True)):
         if rank == victim:
-            right = {"raise": 1, "kill": -9, "term": -15, "exit": 7, "stop": -9}[fault]
-            found += [] if code == right else [f"rank {rank}, the victim, has exit code {code}"]
+            right = {"raise": 1, "kill": -9, "term": -15, "exit": 7, "stop": -9}
+            right |= {"memory": 1, "segv": -11, "leave": 0, "end": 0, "hup": -1}
+            found += [] if code == right[fault] else [f"rank {rank}, the victim, has exit code {code}"]
         # At the very end the others may be done: nobody need notice a rank that fails after its last collective.
         elif moment != "end":
             found += [] if code == 1 else [f"rank {rank} has exit code {code}"]

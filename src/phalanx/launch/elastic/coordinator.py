@@ -2,24 +2,25 @@
 
 Owns the sockets to the workers and the pages it shares with them, the files in which their state outlives them, and the
 store of each generation. Starting and ending processes is its owner's business: it is told what to do, and tells what has
-become of it.
+become of it. Workers of other hosts have a line and a page that lead there (`hosts.there`), and are no others otherwise.
 """
 
 from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from phalanx.launch.elastic.actions import Action, Break, Dismiss, Form, GiveUp, Kill, Pause, Start, Wake
-from phalanx.launch.elastic.heads import VOID, Files, newest
+from phalanx.launch.elastic.heads import VOID
+from phalanx.launch.elastic.hosts.here import variables_of
+from phalanx.launch.elastic.hosts.shelf import Shelf
 from phalanx.launch.elastic.membership import Limits, Membership, RunState
 from phalanx.launch.elastic.messages import Line
 from phalanx.launch.elastic.page import Page
-from phalanx.launch.elastic.silence import Silence
-from phalanx.launch.elastic.variables import JOINS, NUMBER, PAGE, SOCKET
+from phalanx.launch.elastic.silence import Signs, Silence
 from phalanx.launch.store import RunStore
 
 _LOOK_S = 0.25  # how often the workers' signs of life are looked at
@@ -31,28 +32,48 @@ _TOLD_AT_ONCE = ("straggler", "woken")
 """Records that are told to those who train, since nothing changes by them."""
 
 
+class SpeakingLine(Protocol):
+    """A line to a worker, here or on another host."""
+
+    def send(self, message: dict[str, Any]) -> None: ...
+
+    def receive(self) -> dict[str, Any] | None: ...
+
+    def close(self) -> None: ...
+
+
+class SharedPage(Signs, Protocol):
+    """A worker's page, here or on another host."""
+
+    def end_generation(self, generation: int, by: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Elsewhere(Protocol):
+    """The other hosts, of a run that may have several."""
+
+    def host_of(self, worker: int) -> int: ...
+
+    def open_store(self) -> str: ...
+
+    def forget_before(self, generation: int) -> None: ...
+
+
 @dataclass
 class Generation:
-    """What the launcher keeps for one generation."""
+    """What the launcher keeps for one generation, beside its files."""
 
     number: int
     members: tuple[int, ...]
     store: RunStore
-    store_path: str
-    files: list[Files] = field(default_factory=list)
-
-    def version(self) -> int:
-        """The newest version that all of its members have written."""
-        return newest([one.head() for one in self.files])
 
     def close(self) -> None:
-        for one in self.files:
-            one.close()
         self.store.close()
 
 
 class Coordinator:
-    """One elastic run on this host. Not for several threads: the launcher's loop calls it."""
+    """One elastic run. Not for several threads: the launcher's loop calls it."""
 
     def __init__(
         self,
@@ -61,13 +82,16 @@ class Coordinator:
         kill: Callable[[int, str], None],
         wake: Callable[[int], None],
         notice: Callable[[dict[str, Any]], None],
+        elsewhere: Elsewhere | None = None,
     ) -> None:
         """`start(count)` asks for workers, which `connect` announces; `kill(worker, why)` must be certain to end it, and
         `wake(worker)` lets it go on if it was stopped."""
         self.membership = Membership(limits)
         self._start, self._kill, self._wake, self._notice = start, kill, wake, notice
-        self._lines: dict[int, Line] = {}
-        self._pages: dict[int, Page] = {}
+        self._elsewhere = elsewhere
+        self._lines: dict[int, SpeakingLine] = {}
+        self._pages: dict[int, SharedPage] = {}
+        self._shelf = Shelf()
         self._silence, self._looks_at = Silence(limits.silence_s), 0.0
         self._generations: list[Generation] = []
         self._next_worker = 0
@@ -93,30 +117,36 @@ class Coordinator:
 
     @property
     def lines(self) -> dict[int, Line]:
-        """The sockets to listen to, by worker."""
-        return self._lines
+        """The sockets to listen to, by worker: those of this host."""
+        return {worker: line for worker, line in self._lines.items() if isinstance(line, Line)}
 
     @property
     def joins(self) -> bool:
         """Whether a worker that is started now comes to others who train."""
         return self.membership.generation > 0
 
-    def begin(self, now: float) -> None:
-        self._do(self.membership.begin(now))
+    def begin(self, now: float, places: int | None = None) -> None:
+        self._do(self.membership.begin(now, places))
 
     def connect(self, now: float) -> tuple[int, socket.socket]:
         """A worker is about to be started: its number, and its end of the socket, for the caller to hand over and close."""
+        ours, theirs = socket.socketpair()
+        page = Page.make(f"page-{self._next_worker}")
+        return self.connect_far(now, lambda _: (Line(ours), page)), theirs
+
+    def connect_far(self, now: float, seat: Callable[[int], tuple[SpeakingLine, SharedPage]]) -> int:
+        """A worker is about to be started on another host: its number. `seat` gives its line and its page."""
         worker, self._next_worker = self._next_worker, self._next_worker + 1
         self._started_at[worker] = now
-        ours, theirs = socket.socketpair()
-        self._lines[worker], self._pages[worker] = Line(ours), Page.make(f"page-{worker}")
+        self._lines[worker], self._pages[worker] = seat(worker)
         self._do(self.membership.started(worker, now))
-        return worker, theirs
+        return worker
 
     def variables(self, worker: int, theirs: socket.socket, joins: bool) -> dict[str, str]:
         """By which a worker that is about to be started finds this coordinator."""
-        page = self._pages[worker].path
-        return {SOCKET: str(theirs.fileno()), PAGE: page, NUMBER: str(worker), JOINS: str(int(joins))}
+        page = self._pages[worker]
+        assert isinstance(page, Page), "it is started on this host"
+        return variables_of(worker, page, theirs, joins)
 
     def could_not_start(self, why: str, now: float) -> None:
         self._do(self.membership.could_not_start(why, now))
@@ -124,14 +154,32 @@ class Coordinator:
     def ended(self, worker: int, well: bool, now: float, code: int | None = None) -> None:
         """A worker's process has ended, with this exit code."""
         self.hear(worker, now)  # what it said last, before it is forgotten
-        line, page = self._lines.pop(worker, None), self._pages.pop(worker, None)
-        if line is not None and page is not None:
-            line.close()
-            page.close()
+        self._forget(worker)
         # Before anything is done about it: those who go on are told why.
         if self._rank_of(worker) is not None and not well and worker not in self._fenced:
             self._note("lost", worker, code=code)
         self._do(self.membership.ended(worker, well, now))
+
+    def _forget(self, worker: int) -> None:
+        line, page = self._lines.pop(worker, None), self._pages.pop(worker, None)
+        if line is not None and page is not None:
+            line.close()
+            page.close()
+
+    def host_came(self, brought: int, places: int, now: float) -> None:
+        """A host has joined, with room for so many workers; now there are `places`."""
+        self._do(self.membership.host_came(brought, places, now))
+
+    def host_lost(self, workers: Collection[int], places: int, why: str, now: float) -> None:
+        """A host is gone with these workers; what is left has room for so many."""
+        for worker in workers:
+            self.hear(worker, now)
+            self._forget(worker)
+            if self._rank_of(worker) is not None and worker not in self._fenced:
+                self._note("lost", worker, code=None, why=why)
+            else:
+                self._note("ended", worker, code=None)
+        self._do(self.membership.host_lost(workers, places, now))
 
     def hear(self, worker: int, now: float) -> None:
         """Take what a worker has said."""
@@ -171,6 +219,7 @@ class Coordinator:
         for generation in self._generations:
             generation.close()
         self._generations = []
+        self._shelf.close()
 
     # -- in ------------------------------------------------------------------------------------
 
@@ -192,6 +241,8 @@ class Coordinator:
                     self._lines[other].send({"is": "pause", "at": message["at"]})
         elif kind == "leaving":
             self._do(current.wants_to_leave(worker, now))
+        elif kind == "lost state":
+            self._do(current.lost_state())
         elif kind == "event":
             facts = {key: value for key, value in message.items() if key not in ("is", "what")}
             self._note(message.get("what", ""), worker, **facts)
@@ -261,38 +312,40 @@ class Coordinator:
     def _form(self, number: int, members: tuple[int, ...]) -> None:
         there, now = self._generations[-1].members if self._generations else (), time.monotonic()
         came = [[worker, round(now - self._started_at[worker], 3)] for worker in members if worker not in there]
-        before = next((one for one in reversed(self._generations) if one.version() != VOID), None)
-        if before is None and self._has_committed and not self._has_trained & set(members):
+        before = self._before()
+        nobody_knows = before["version"] == VOID and not self._has_trained & set(members)
+        if self._elsewhere is None and self._has_committed and nobody_knows:
             self._do(self.membership.lost_state())
             return
         self._has_trained.update(members)
-        store = RunStore()
-        made = Generation(number, members, store, store.renew())
-        made.files = [Files(f"state-{number}-{rank}") for rank in range(len(members))]
+        made = Generation(number, members, RunStore())
+        path = made.store.renew() if self._elsewhere is None else self._elsewhere.open_store()
         self._generations.append(made)
+        hosts = [] if self._elsewhere is None else [self._elsewhere.host_of(worker) for worker in members]
+        self._shelf.make(number, members, hosts)
         self._note("forming", members=list(members), came=came)
+        message = {"is": "form", "generation": number, "members": members, "store": path, "hosts": hosts, **before}
+        message |= {"has_committed": self._has_committed, "since": self._since}
         for rank, worker in enumerate(members):
             line = self._lines.get(worker)
             if line is None:
                 continue  # it has ended since; its generation will notice
-            line.send(
-                {
-                    "is": "form",
-                    "generation": number,
-                    "rank": rank,
-                    "members": members,
-                    "store": made.store_path,
-                    "images": [one.paths for one in made.files],
-                    "before": [] if before is None else [one.paths for one in before.files],
-                    "members_before": [] if before is None else before.members,
-                    "version": VOID if before is None else before.version(),
-                    "has_committed": self._has_committed,
-                    "since": self._since,
-                }
-            )
+            # Where the state is kept: of this host. Another's launcher tells its own workers.
+            line.send({**message, "rank": rank, **(self._shelf.told() if isinstance(line, Line) else {})})
+
+    def _before(self) -> dict[str, Any]:
+        """From which generation's state the next one goes on. On several hosts its ranks find that out themselves."""
+        kept = [] if self._elsewhere is not None else self._shelf.generations
+        before = next((one for one in reversed(kept) if one.version() != VOID), None)
+        if before is None:
+            return {"before": [], "members_before": [], "version": VOID}
+        return {"before": before.paths, "members_before": before.members, "version": before.version()}
 
     def _forget_old(self) -> None:
         """A generation that gets on needs nothing of those before it."""
         for generation in self._generations[:-1]:
             generation.close()
         del self._generations[:-1]
+        self._shelf.forget_before(self._number)
+        if self._elsewhere is not None:
+            self._elsewhere.forget_before(self._number)

@@ -20,6 +20,7 @@ from phalanx.comm.failure.log_store import LogStore
 from phalanx.launch.store import open_store
 
 _LOOK_S = 0.02
+_SEVERAL_HOSTS = "tcp://"
 _GRACE_S = 0.3  # whatever waits by the store ends by itself when that is interrupted
 
 
@@ -34,8 +35,8 @@ def make_group(
     """Make the default group, as rank `place[0]` of `place[1]`. Returns its store, for the caller to hold while the group is
     used: c10d holds half of it only. Raises what `interruption` says as soon as some rank is known not to come."""
     rank, world = place
-    store = _open(device, path, interruption)
     limit = dist.default_pg_timeout if timeout_s is None else timedelta(seconds=timeout_s)
+    store = _open(device, path, interruption, limit)
     keys = [f"phalanx/here/{each}" for each in range(world)]
     store.set(keys[rank], "1")
     # Before anybody connects: one that never came costs no thread.
@@ -87,7 +88,17 @@ def _give_up(thread: threading.Thread) -> None:
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(_GivenUp))
 
 
-def _open(device: torch.device, path: str, interruption: Interruption) -> dist.Store:
+def _open(device: torch.device, path: str, interruption: Interruption, limit: timedelta) -> dist.Store:
+    if path.startswith(_SEVERAL_HOSTS):
+        host, _, port = path.removeprefix(_SEVERAL_HOSTS).rpartition(":")
+        where, opened = (host.strip("[]"), int(port)), []
+
+        def connect() -> None:
+            opened.append(dist.TCPStore(*where, is_master=False, timeout=limit, wait_for_workers=False))
+
+        # One C++ call that looks for the launcher's store until the time limit, though its generation may be over.
+        interruptible(connect, interruption)
+        return opened[0] if device.type != "cpu" else InterruptibleStore(opened[0], interruption)
     # A device's own backend uses the store from threads of its own, also while the interpreter ends: those must not need
     # Python. There, a rank that waits for one that is lost waits for the time limit.
     if device.type != "cpu":

@@ -37,8 +37,14 @@ class Paths:
 
     @classmethod
     def of(cls, value: Sequence[str]) -> Paths:
+        if not value:
+            return NOWHERE
         head, first, second, place, log = value
         return cls(head, (first, second), place, log)
+
+
+NOWHERE = Paths("", ("", ""), "", "")
+"""Of a rank whose files are on other hosts."""
 
 
 @dataclass(frozen=True, slots=True)

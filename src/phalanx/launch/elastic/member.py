@@ -6,19 +6,23 @@ Owns the socket to the coordinator, and the signs of life. Must not know of mode
 from __future__ import annotations
 
 import os
+import signal
 import socket
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from phalanx.errors import StateError
 from phalanx.launch.elastic.heads import Paths
+from phalanx.launch.elastic.hosts.cutting import Cutter
 from phalanx.launch.elastic.messages import Line
 from phalanx.launch.elastic.page import GenerationOver, Heart, Page
-from phalanx.launch.elastic.variables import JOINS, NUMBER, PAGE, SOCKET
+from phalanx.launch.elastic.variables import HOSTS, JOINS, NUMBER, PAGE, SOCKET
 from phalanx.observe.live.pulse import WAITING, pulse
 
 _STEPS_AHEAD = 2
+LEAVE = signal.SIGUSR1
 
 
 class Dismissed(SystemExit):
@@ -26,6 +30,22 @@ class Dismissed(SystemExit):
 
     def __init__(self) -> None:
         super().__init__(0)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A generation before, of which this host keeps files."""
+
+    generation: int
+    members: tuple[int, ...]
+    hosts: tuple[int, ...]
+    images: tuple[Paths, ...]
+    """By rank; `NOWHERE` of those that are not kept here."""
+
+    @classmethod
+    def of(cls, value: Mapping[str, Any]) -> Kept:
+        images = tuple(Paths.of(one) for one in value["images"])
+        return cls(value["generation"], tuple(value["members"]), tuple(value["hosts"]), images)
 
 
 @dataclass(frozen=True)
@@ -49,10 +69,23 @@ class Formed:
     """Whether any generation has completed a step."""
     since: tuple[dict[str, Any], ...] = ()
     """What has happened since ranks of this run went on last, as `story` reads it."""
+    hosts: tuple[int, ...] = ()
+    """The host of each rank; empty in a run on one host. On several, `images` are those that are kept here, and `before` is
+    what the ranks find out from each other (`elastic.hosts`)."""
+    kept: tuple[Kept, ...] = ()
+    """On several hosts: what is kept here of generations before, the oldest first."""
 
     @property
     def world(self) -> int:
         return len(self.members)
+
+    @property
+    def local(self) -> tuple[int, int]:
+        """This rank's number among those of its host, and how many they are."""
+        if not self.hosts:
+            return self.rank, self.world
+        here = [rank for rank, host in enumerate(self.hosts) if host == self.hosts[self.rank]]
+        return here.index(self.rank), len(here)
 
     @classmethod
     def of(cls, message: Mapping[str, Any]) -> Formed:
@@ -67,14 +100,19 @@ class Formed:
             message["version"],
             message["has_committed"],
             tuple(message.get("since", ())),
+            tuple(message.get("hosts", ())),
+            tuple(Kept.of(one) for one in message.get("kept", ())),
         )
 
 
 class Member:
     """This process, as the coordinator knows it."""
 
-    def __init__(self, line: Line, page: Page, number: int, joins: bool) -> None:
+    def __init__(self, line: Line, page: Page, number: int, joins: bool, spans_hosts: bool = False) -> None:
         self._line, self._page, self.number, self.joins = line, page, number, joins
+        self.spans_hosts = spans_hosts
+        """Whether there may be ranks on other hosts."""
+        self._cutter = Cutter() if spans_hosts else None
         self.formed: Formed | None = None
         self.timeout_s: float | None = None
         """The time limit of this worker's groups; the launcher gives nobody more than that to show a sign of life."""
@@ -94,7 +132,7 @@ class Member:
         os.set_inheritable(connection.fileno(), False)
         page = Page.open(environ[PAGE])
         Heart(page, lambda: pulse.state == WAITING)
-        return cls(Line(connection), page, int(environ[NUMBER]), environ.get(JOINS) == "1")
+        return cls(Line(connection), page, int(environ[NUMBER]), environ.get(JOINS) == "1", environ.get(HOSTS) == "1")
 
     @property
     def interruption(self) -> GenerationOver:
@@ -118,6 +156,8 @@ class Member:
             if message["is"] == "form":
                 self._pause_at, self._has_told = None, False
                 self.formed = Formed.of(message)
+                if self._cutter is not None:
+                    self._cutter.watch(self.interruption)
                 return self.formed
 
     def committed(self, version: int) -> bool:
@@ -148,10 +188,20 @@ class Member:
         """Ask, when the step under way is done, to be left out of the next generation. Safe in a signal's handler."""
         self._wants_to_leave = True
 
+    def leave_on_signal(self) -> None:
+        """From now on SIGUSR1, which batch systems send before they take a node back, lets this worker leave after the step
+        it is in. A handler of the script's own is left alone."""
+        if threading.current_thread() is threading.main_thread() and signal.getsignal(LEAVE) is signal.SIG_DFL:
+            signal.signal(LEAVE, lambda *_: self.leave())
+
     def take_notes(self) -> list[dict[str, Any]]:
         """What has happened meanwhile without a change of ranks."""
         taken, self._notes = self._notes, []
         return taken
+
+    def lost_state(self) -> None:
+        """No rank has what was learnt, nor a mirror of it."""
+        self._line.send({"is": "lost state"})
 
     def tell(self, what: str, **facts: Any) -> None:
         """Something that the run's record should have."""

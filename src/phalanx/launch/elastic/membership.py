@@ -85,7 +85,8 @@ class Membership:
     _start_at: float | None = None  # when workers that are starting are not waited for any more
     _fruitless: int = 0
     _is_paused: bool = False
-    _asked: int = 0  # workers asked for that have not been started yet
+    asked: int = 0
+    """Workers asked for that have not been started yet."""
     _stillborn: int = 0  # in a row, workers that ended before they came to the meeting
     _is_broken: bool = False  # whether the members know that their generation is over
     _woken: set[int] = field(default_factory=set)  # who was silent before, with all others, and was told to go on
@@ -95,8 +96,10 @@ class Membership:
 
     # -- events --------------------------------------------------------------------------------
 
-    def begin(self, now: float) -> list[Action]:
-        """The run begins."""
+    def begin(self, now: float, places: int | None = None) -> list[Action]:
+        """The run begins; with as many workers as there are places for, if that is said."""
+        if places is not None:
+            self.wanted = self._within_limits(places)
         self._start_at = now + self.limits.start_s
         return self._replace()
 
@@ -104,17 +107,17 @@ class Membership:
         """A worker's process is there."""
         assert worker not in self.workers, "numbers are not given twice"
         self.workers[worker] = WorkerState.STARTING
-        self._asked = max(0, self._asked - 1)
+        self.asked = max(0, self.asked - 1)
         if self.state in (RunState.ENDING, RunState.OVER):
             return self._kill(worker, "the training has ended")
         return []
 
     def could_not_start(self, why: str, now: float) -> list[Action]:
         """A worker that was asked for cannot be had."""
-        self._asked = max(0, self._asked - 1)
+        self.asked = max(0, self.asked - 1)
         if self.state in (RunState.ENDING, RunState.OVER):
             return []
-        if len(self._staying()) + self._asked < self.limits.fewest:
+        if len(self._staying()) + self.asked < self.limits.fewest:
             return self._give_up(f"a worker could not be started: {why}")
         return self._consider(now)  # another attempt to start one would fail as this one did
 
@@ -168,6 +171,25 @@ class Membership:
                 self.state = RunState.GATHERING
         return actions + self._settle(now)
 
+    def host_came(self, brought: int, places: int, now: float) -> list[Action]:
+        """There is a host more, with places for so many workers; now there are `places`."""
+        self.wanted = self._within_limits(min(self.wanted + brought, places))
+        return self._settle(now)
+
+    def host_lost(self, workers: Collection[int], places: int, now: float) -> list[Action]:
+        """These workers are gone with their host; what is left has places for so many."""
+        actions: list[Action] = []
+        for worker in (one for one in workers if self.workers.get(one) in _LIVE):
+            self.workers[worker] = WorkerState.DEAD
+            self._leaving.discard(worker)
+            if worker in self.members and self.state is RunState.RUNNING:
+                self.state = RunState.GATHERING
+            actions += self._break(worker)
+        # Where there is no place nobody is started: with too few left, the run waits for a host to come.
+        self.wanted = self._within_limits(min(self.wanted, places))
+        self.asked = min(self.asked, max(0, self.wanted - len(self._staying())))
+        return actions + self._settle(now)
+
     def lost_state(self) -> list[Action]:
         """Nobody is left who has what was learnt."""
         return self._give_up(
@@ -182,7 +204,7 @@ class Membership:
 
     def scale(self, wanted: int, now: float) -> list[Action]:
         """Train with so many from now on."""
-        self.wanted = min(max(wanted, self.limits.fewest), self.limits.most)
+        self.wanted = self._within_limits(wanted)
         staying = self._staying()
         there = [worker for worker in self.members if worker in staying]
         self._leaving.update(there[self.wanted :])
@@ -220,6 +242,9 @@ class Membership:
         return min((at for at in (self._late_at, self._start_at) if at is not None), default=None)
 
     # -- decisions -----------------------------------------------------------------------------
+
+    def _within_limits(self, wanted: int) -> int:
+        return min(max(wanted, self.limits.fewest), self.limits.most)
 
     def _live(self) -> list[int]:
         return [worker for worker, state in self.workers.items() if state in _LIVE]
@@ -259,13 +284,13 @@ class Membership:
         staying = self._staying()
         if self._stillborn >= self.limits.fruitless:
             # Another one would end in the same way. Those who train go on without.
-            if len(staying) + self._asked >= self.limits.fewest:
+            if len(staying) + self.asked >= self.limits.fewest:
                 return []
             return self._give_up(f"{self._stillborn} workers in a row ended before they came to train: see what they said")
-        missing = self.wanted - len(staying) - self._asked
+        missing = self.wanted - len(staying) - self.asked
         if missing <= 0:
             return []
-        self._asked += missing
+        self.asked += missing
         return [Start(missing)]
 
     def _settle(self, now: float, is_time_over: bool = False) -> list[Action]:
@@ -320,7 +345,7 @@ class Membership:
 
     def _gather(self, is_time_over: bool) -> list[Action]:
         there = self._waiting()
-        comes = self._asked + sum(state is WorkerState.STARTING for state in self.workers.values())
+        comes = self.asked + sum(state is WorkerState.STARTING for state in self.workers.values())
         # At first all that were asked for are waited for: a run is not begun by whoever is first.
         needed = self.wanted if self.generation == 0 and comes and not is_time_over else self.limits.fewest
         if len(there) < needed:

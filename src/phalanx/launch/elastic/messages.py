@@ -7,10 +7,12 @@
     {"is": "pausing", "at"}                                rank 0, asked to pause: the others are to pause there too
     {"is": "event", "what", …}                             something that the run's record should have
     {"is": "leaving"}                                      it was asked to leave, by a signal
+    {"is": "lost state"}                                   on several hosts: no rank has what was learnt, nor a mirror of it
 
     the coordinator says
     {"is": "form", "generation", "rank", "members", "store", "images", "before", "members_before", "version",
-     "has_committed", "since": records (`story`) since the ranks went on last}
+     "has_committed", "since": records (`story`) since the ranks went on last,
+     "hosts", "kept": on several hosts, the host of each rank, and files of generations before that are kept here}
     {"is": "pause"}                                        to rank 0: choose a version to pause at
     {"is": "pause", "at"}                                  to the others: come to the meeting when that version is committed
     {"is": "note", "record"}                               something that happened and changes nobody's rank

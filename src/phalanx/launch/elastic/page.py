@@ -85,6 +85,11 @@ class Page:
         return self._words[_BEATS]
 
     @property
+    def ticks(self) -> int:
+        """How much of the processor the worker has used."""
+        return processor_ticks(self.pid)
+
+    @property
     def waits(self) -> bool:
         """Whether its training thread waits for others."""
         return bool(self._words[_WAITS])
@@ -97,6 +102,17 @@ class Page:
         """A sign of life."""
         self._words[_WAITS] = waits
         self._words[_BEATS] += 1
+
+
+def processor_ticks(pid: int) -> int:
+    """How much of the processor a process has used; 0 if nobody can tell."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            # After the name, which may hold blanks: the state is the first, user and system time are the 12th and 13th.
+            words = file.read().rpartition(")")[2].split()
+        return int(words[11]) + int(words[12])
+    except (OSError, IndexError, ValueError):
+        return 0
 
 
 class Heart:

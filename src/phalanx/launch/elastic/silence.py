@@ -9,12 +9,24 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-
-from phalanx.launch.elastic.page import Page
+from typing import Protocol
 
 # A launcher that was stopped itself (Ctrl-Z, a suspended job, a debugger) must not take that time for its workers' silence.
 _LONGEST_LOOK_S = 1.0
 _SHORTEST_LIMIT_S = 1.0  # several beats, on a busy machine
+
+
+class Signs(Protocol):
+    """What is seen of a worker: its page, here or on another host."""
+
+    @property
+    def beats(self) -> int: ...
+
+    @property
+    def waits(self) -> bool: ...
+
+    @property
+    def ticks(self) -> int: ...
 
 
 @dataclass
@@ -40,7 +52,7 @@ class Silence:
         """A worker's own time limit is this."""
         self.limit_s = min(self.limit_s, max(limit_s, _SHORTEST_LIMIT_S))
 
-    def look(self, pages: Mapping[int, Page], now: float) -> list[int]:
+    def look(self, pages: Mapping[int, Signs], now: float) -> list[int]:
         """The workers that have been silent for the limit; each is said again after another limit."""
         self._clock += 0.0 if self._looked_at is None else min(now - self._looked_at, _LONGEST_LOOK_S)
         self._looked_at = now
@@ -53,7 +65,7 @@ class Silence:
             if sign is None or sign.beats != page.beats:
                 self._signs[worker] = _Sign(page.beats, self._clock)
                 continue
-            ticks = processor_ticks(page.pid)
+            ticks = page.ticks
             if sign.ticks is None:
                 sign.ticks = ticks
             elif sign.ticks != ticks:
@@ -63,7 +75,7 @@ class Silence:
                 sign.at = self._clock
         return silent
 
-    def straggler(self, pages: Mapping[int, Page], members: Collection[int], after_s: float) -> tuple[int, float] | None:
+    def straggler(self, pages: Mapping[int, Signs], members: Collection[int], after_s: float) -> tuple[int, float] | None:
         """The one member that all others have waited for, for so long; said once per wait."""
         waiting = {worker for worker in members if worker in pages and pages[worker].waits}
         late = [worker for worker in members if worker not in waiting]
@@ -79,13 +91,3 @@ class Silence:
         self._kept_waiting[worker] = float("inf")  # said
         return worker, seconds
 
-
-def processor_ticks(pid: int) -> int:
-    """How much of the processor a process has used; 0 if nobody can tell."""
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            # After the name, which may hold blanks: the state is the first, user and system time are the 12th and 13th.
-            words = file.read().rpartition(")")[2].split()
-        return int(words[11]) + int(words[12])
-    except (OSError, IndexError, ValueError):
-        return 0

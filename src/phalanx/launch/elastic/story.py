@@ -9,7 +9,7 @@ it went on last with the message that forms its generation, and hands the events
     forming     generation, members, came [(worker, seconds), …]      (kept until `formed`: joined)
     formed      generation, step, world, abandoned, rolled, paused_s  rolled_forward, abandoned, joined, formed
     gets on     generation, step                                      -
-    lost        worker, rank, code                                    lost
+    lost        worker, rank, code, or why                            lost
     fenced      worker, rank, why                                     fenced
     left        worker, rank                                          left
     ended       worker, code                                          failed_to_join, if it had never trained
@@ -220,7 +220,8 @@ class Story:
                 return self._ended(record, at_ns, number)
             case "lost":
                 self._leave(int(record["worker"]), at_ns)
-                return [Event(What.LOST, at_ns, number, worker=worker, rank=rank, why=how(record.get("code")))]
+                why = str(record["why"]) if "why" in record else how(record.get("code"))
+                return [Event(What.LOST, at_ns, number, worker=worker, rank=rank, why=why)]
             case "fenced":
                 self._leave(int(record["worker"]), at_ns)
                 return [Event(What.FENCED, at_ns, number, worker=worker, rank=rank, why=str(record["why"]))]

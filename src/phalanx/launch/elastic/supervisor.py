@@ -1,29 +1,26 @@
-"""The life of the workers of an elastic run on this host: started, heard, replaced, ended.
+"""The life of the workers of an elastic run: started, heard, replaced, ended. On this host, or from the first of several.
 
-Owns the order of things; who trains together is `membership`'s, what they are told `coordinator`'s, processes are `team`'s.
-Runs in the main thread, where a signal may raise `Interrupted` anywhere.
+Owns the order of things; who trains together is `membership`'s, what they are told `coordinator`'s, processes are `here`'s
+and, on other hosts, their agents'. Runs in the main thread, where a signal may raise `Interrupted` anywhere.
 """
 
 from __future__ import annotations
 
-import itertools
-import os
+import contextlib
 import select
 import signal
-import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from phalanx.launch.elastic.coordinator import Coordinator
+from phalanx.launch.elastic.hosts.gathering import FIRST, Hosts
+from phalanx.launch.elastic.hosts.here import Here
+from phalanx.launch.elastic.hosts.there import There
 from phalanx.launch.elastic.membership import Limits
-from phalanx.launch.logs import RankLogs
-from phalanx.launch.rendezvous import Rendezvous
-from phalanx.launch.start.order import Order
-from phalanx.launch.supervise.numbering import Round, variables
-from phalanx.launch.supervise.supervisor import Crew, standard_input
-from phalanx.launch.supervise.team import Team
+from phalanx.launch.rendezvous import MEETING_S, Rendezvous
+from phalanx.launch.supervise.team import Interrupted
 
 SCALE_FILE = "scale"
 """In the run's folder: how many workers `phalanx scale` asks for."""
@@ -37,16 +34,22 @@ class ElasticSupervisor:
     """Runs the workers to the end of their training, whoever of them is lost on the way."""
 
     def __init__(
-        self, crew: Crew, team: Team, limits: Limits, rendezvous: Rendezvous, logs: RankLogs, root: Path, events: Events
+        self,
+        here: Here,
+        limits: Limits,
+        rendezvous: Rendezvous,
+        grace_s: float,
+        root: Path,
+        events: Events,
+        hosts: Hosts | None = None,
     ) -> None:
-        self._crew, self._team, self._rendezvous, self._logs = crew, team, rendezvous, logs
+        """`hosts` are the others, where there may be any."""
+        self._here, self._rendezvous, self._grace_s = here, rendezvous, grace_s
         self._events, self._scale_file = events, root / SCALE_FILE
-        self._limits = limits
-        self._round: Round | None = None
-        self._coordinator = Coordinator(limits, self._ask, self._team.kill_one, self._team.wake_one, self._note)
-        self._slots: dict[int, int] = {}  # which place on this host (a core, a GPU) each worker has
+        self._limits, self._hosts = limits, hosts
+        # Not asked to start by it: how many it waits for is looked up when the event under way has been dealt with.
+        self._coordinator = Coordinator(limits, lambda count: None, self._kill, self._wake, self._note, hosts)
         self._gives_back = False
-        self._asked = 0  # workers to be started when the event under way has been dealt with
 
     first_rank = 0
 
@@ -64,18 +67,42 @@ class ElasticSupervisor:
         """True when those who trained last ended well. Raises Interrupted; the workers have ended then, too."""
         before = signal.signal(signal.SIGUSR1, self._shrink)
         try:
-            with self._team.ended_with(self._crew.grace_s):
-                self._round = self._rendezvous.next_round()
+            with self._here.team.ended_with(self._grace_s), self._others_told():
+                place = self._rendezvous.next_round()
                 before_start()
-                self._logs.begin_attempt()
-                self._coordinator.begin(time.monotonic())
+                self._here.begin(place)
+                self._coordinator.begin(time.monotonic(), self._gather())
                 self._start()
                 while not self._coordinator.is_over:
                     self._look()
                 return not self._coordinator.failure
         finally:
             signal.signal(signal.SIGUSR1, before)
+            if self._hosts is not None:
+                self._hosts.close()
             self._coordinator.close()
+
+    @contextlib.contextmanager
+    def _others_told(self) -> Iterator[None]:
+        """However the block ends, the other hosts are told how: before the workers here are, which may take a while."""
+        words = "the first host's launcher failed"
+        try:
+            yield
+            words = self._coordinator.failure
+        except Interrupted as caught:
+            words = f"the first host's launcher was ended by {caught.signal.name}"
+            raise
+        finally:
+            if self._hosts is not None:
+                self._hosts.end(words)
+
+    def _gather(self) -> int | None:
+        """Wait for the other hosts; how many workers all have places for, if there may be others."""
+        if self._hosts is None:
+            return None
+        self._hosts.open()
+        self._hosts.gather(MEETING_S)
+        return self._hosts.places
 
     def _shrink(self, *_: object) -> None:
         # A batch system is about to take the host back, in part or soon. Not here: this is in the midst of anything.
@@ -87,16 +114,18 @@ class ElasticSupervisor:
         deadline = self._coordinator.deadline
         wait_s = _LOOK_S if deadline is None else min(_LOOK_S, max(0.0, deadline - now))
         lines = {line.fileno(): worker for worker, line in self._coordinator.lines.items() if not line.is_closed}
+        others = [] if self._hosts is None else self._hosts.descriptors
         poller = select.poll()
-        for descriptor in (*lines, *self._team.sentinels()):
+        for descriptor in (*lines, *others, *self._here.team.sentinels()):
             poller.register(descriptor, select.POLLIN)
         for descriptor, _ in poller.poll(1000 * wait_s):
             if descriptor in lines:
                 self._coordinator.hear(lines[descriptor], time.monotonic())
-        for worker, exitcode in self._team.newly_ended().items():
-            self._slots.pop(worker, None)
+        for worker, exitcode in self._here.newly_ended().items():
             self._coordinator.ended(worker, exitcode == 0, time.monotonic(), exitcode)
             self._note({"event": "ended", "worker": worker, "code": exitcode})
+        if self._hosts is not None:
+            self._hear_hosts(self._hosts)
         now = time.monotonic()
         if self._coordinator.deadline is not None and now >= self._coordinator.deadline:
             self._coordinator.tick(now)
@@ -114,40 +143,91 @@ class ElasticSupervisor:
             return
         self._coordinator.scale(wanted, time.monotonic())
 
+    # -- other hosts ---------------------------------------------------------------------------
+
+    def _hear_hosts(self, hosts: Hosts) -> None:
+        for there, message in hosts.look(time.monotonic()):
+            try:
+                self._take(hosts, there, message)
+            except (KeyError, TypeError, ValueError) as error:
+                there.fault = there.fault or f"it said what nobody understands ({error!r})"
+
+    def _take(self, hosts: Hosts, there: There, message: dict[str, Any]) -> None:
+        now, worker = time.monotonic(), int(message.get("worker", -1))
+        match message["is"]:
+            case "came":
+                self._note({"event": "host", "host": there.number, "name": there.name, "places": there.places})
+                self._coordinator.host_came(there.places, hosts.places, now)
+            case "said" if worker in there.lines:
+                there.lines[worker].put(message["message"])
+                self._coordinator.hear(worker, now)
+            case "signs":
+                for number, signs in message["signs"].items():
+                    if int(number) in there.workers:
+                        there.workers[int(number)].tell(*signs)
+            case "pulse" if worker in there.workers and message["text"]:
+                self._here.show_pulse(worker, str(message["text"]))
+            case "started":
+                self._note({"event": "started", "worker": worker, "pid": message["pid"], "host": there.number})
+            case "ended" if worker in there.workers:
+                there.unseat(worker)
+                code = message["code"]
+                if "why" in message:
+                    self._note({"event": "not started", "worker": worker, "why": str(message["why"])})
+                self._coordinator.ended(worker, code == 0, now, code)
+                self._note({"event": "ended", "worker": worker, "code": code})
+            case "bye":
+                why = f"with its host, {there}: {message['words']}"
+                self._note({"event": "host lost", "host": there.number, "why": str(message["words"])})
+                self._coordinator.host_lost(list(there.workers), hosts.places, why, now)
+
+    def _kill(self, worker: int, why: str) -> None:
+        self._do_there(worker, "kill")
+        self._here.team.kill_one(worker, why)
+
+    def _wake(self, worker: int) -> None:
+        self._do_there(worker, "wake")
+        self._here.team.wake_one(worker)
+
+    def _do_there(self, worker: int, what: str) -> None:
+        for there in self._hosts.all.values() if self._hosts is not None else ():
+            if worker in there.workers:
+                there.send({"do": what, "worker": worker})
+
     # -- starting ------------------------------------------------------------------------------
 
-    def _ask(self, count: int) -> None:
-        # Not now: the coordinator is in the midst of something, and starting tells it of it.
-        self._asked += count
-
     def _start(self) -> None:
-        while self._asked:
-            self._asked -= 1
-            joins = self._coordinator.joins
-            worker, theirs = self._coordinator.connect(time.monotonic())
-            try:
-                self._team.start({worker: self._order(worker, theirs, joins)})
-                self._note({"event": "started", "worker": worker, "pid": self._team.pid(worker)})
-            except OSError as error:
-                self._note({"event": "not started", "worker": worker, "why": str(error)})
-                self._coordinator.ended(worker, False, time.monotonic())
-            finally:
-                theirs.close()
+        while self._coordinator.membership.asked:
+            there = None
+            if self._hosts is not None and self._here.num_free <= 0:
+                there = self._hosts.place()
+                if there is None:
+                    return  # until a place is free, or a host comes
+            if there is None:
+                self._start_here()
+            else:
+                self._start_there(there)
 
-    def _order(self, worker: int, theirs: socket.socket, joins: bool) -> Order:
-        assert self._round is not None, "workers are started in a round"
-        crew = self._crew
-        environ = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", **os.environ}
-        taken = set(self._slots.values())
-        slot = self._slots[worker] = next(slot for slot in itertools.count() if slot not in taken)
-        places = max(self._limits.most, slot + 1)
-        environ |= variables(self._round, slot, places, self._rendezvous.run_id, 0, 0)
-        # Its number among all that were ever started, by which its files are named. Ranks are told at the meeting.
-        environ |= {"RANK": str(worker), "WORLD_SIZE": str(max(self._limits.most, worker + 1))}
-        environ |= self._coordinator.variables(worker, theirs, joins)
-        self._rendezvous.prepare(environ)
-        stdout, stderr = self._logs.prepare(environ)
-        return Order(crew.command, environ, stdout, stderr, stdin=standard_input(), kept=(theirs.fileno(),))
+    def _start_here(self) -> None:
+        joins = self._coordinator.joins
+        worker, theirs = self._coordinator.connect(time.monotonic())
+        if self._hosts is not None:
+            self._hosts.settle(worker, FIRST)
+        try:
+            pid = self._here.start(worker, theirs, self._coordinator.variables(worker, theirs, joins))
+            self._note({"event": "started", "worker": worker, "pid": pid})
+        except OSError as error:
+            self._note({"event": "not started", "worker": worker, "why": str(error)})
+            self._coordinator.ended(worker, False, time.monotonic())
+        finally:
+            theirs.close()
+
+    def _start_there(self, there: There) -> None:
+        assert self._hosts is not None, "it is one of them"
+        joins = self._coordinator.joins
+        worker = self._coordinator.connect_far(time.monotonic(), there.seat)
+        self._hosts.settle(worker, there.number)
+        there.send({"do": "start", "worker": worker, "joins": joins})
 
     def _note(self, record: dict[str, Any]) -> None:
         self._events({"at_ns": time.time_ns(), **record})

@@ -9,5 +9,8 @@ NUMBER = "PHALANX_ELASTIC_NUMBER"
 JOINS = "PHALANX_ELASTIC_JOINS"
 """Whether others train already."""
 
+HOSTS = "PHALANX_ELASTIC_HOSTS"
+"""Whether the run may have workers on several hosts."""
+
 PAGE = "PHALANX_ELASTIC_PAGE"
 """The file in memory that it shares with the launcher."""

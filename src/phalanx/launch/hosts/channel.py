@@ -3,7 +3,7 @@
     head    → member   magic, nonce                      48 bytes
     member  → head     nonce, proof                      64 bytes
     head    → member   proof                             32 bytes
-    then, each way     length, signature, JSON           at most 64 KiB
+    then, each way     length, signature, JSON           at most 1 MiB
 
 A proof is an HMAC of both nonces under a key made of the secret and the run's id, different for each side, so that
 neither can be played back or reflected. Until the proof holds, nothing that came from the peer is looked at other
@@ -29,7 +29,7 @@ _NONCE_BYTES = 32
 _PROOF_BYTES = 32
 _LENGTH = struct.Struct(">I")
 _NUMBER = struct.Struct(">Q")
-_MAX_FRAME_BYTES = 1 << 16
+_MAX_FRAME_BYTES = 1 << 20
 
 
 class ChannelError(CommunicationError):
@@ -47,6 +47,7 @@ class Channel:
         self._connection = connection
         self._keys = _sign(key, b"frames", outward), _sign(key, b"frames", inward)
         self._sent = self._received = 0
+        self._unread = bytearray()
         self.here: str = connection.getsockname()[0]
         self.there: str = connection.getpeername()[0]
 
@@ -69,8 +70,52 @@ class Channel:
         (length,) = _LENGTH.unpack(_read(self._connection, _LENGTH.size, deadline))
         if length > _MAX_FRAME_BYTES:
             raise ChannelError(f"{self.there} announces a message of {length} bytes")
-        signature = _read(self._connection, _PROOF_BYTES, deadline)
-        payload = _read(self._connection, length, deadline)
+        return self._open(_read(self._connection, _PROOF_BYTES, deadline), _read(self._connection, length, deadline))
+
+    def fileno(self) -> int:
+        """To wait on, before `take`."""
+        return self._connection.fileno()
+
+    def take(self) -> list[dict[str, Any]]:
+        """What has come by now, without waiting. Raises ChannelError when the connection has ended, as `receive` does;
+        what came before that is told first."""
+        ended = self._read_now()
+        found = []
+        while (frame := self._next_frame()) is not None:
+            found.append(self._open(*frame))
+        if ended and not found:
+            raise ChannelError(ended)
+        return found
+
+    def _read_now(self) -> str:
+        """Why there is no more to come; empty while there may be."""
+        while True:
+            try:
+                # Each call: to send sets a time limit, which Python would wait for here.
+                self._connection.setblocking(False)
+                piece = self._connection.recv(_MAX_FRAME_BYTES)
+            except (BlockingIOError, InterruptedError):
+                return ""
+            except OSError as error:
+                return f"the connection ended: {error}"
+            if not piece:
+                return "the connection was closed"
+            self._unread += piece
+
+    def _next_frame(self) -> tuple[bytes, bytes] | None:
+        begin = _LENGTH.size + _PROOF_BYTES
+        if len(self._unread) < begin:
+            return None
+        (length,) = _LENGTH.unpack_from(self._unread)
+        if length > _MAX_FRAME_BYTES:
+            raise ChannelError(f"{self.there} announces a message of {length} bytes")
+        if len(self._unread) < begin + length:
+            return None
+        frame = bytes(self._unread[_LENGTH.size : begin]), bytes(self._unread[begin : begin + length])
+        del self._unread[: begin + length]
+        return frame
+
+    def _open(self, signature: bytes, payload: bytes) -> dict[str, Any]:
         if not hmac.compare_digest(signature, _sign(self._keys[1], _NUMBER.pack(self._received), payload)):
             raise ChannelError(f"a message from {self.there} does not bear its signature")
         self._received += 1

@@ -1,12 +1,11 @@
 """The launcher at the endpoint: lets in hosts that prove the secret, forms rounds, and keeps what hosts agree on.
 
-One thread accepts, one per connection serves. A connection is served only after `channel.admit`, and the number of
-connections that have not proved anything yet is bounded. Listens on the endpoint's address alone.
+Whoever comes in by the `door` has proved the secret, and is served by the thread that greeted it. Listens on the
+endpoint's address alone.
 """
 
 from __future__ import annotations
 
-import contextlib
 import socket
 import threading
 import time
@@ -15,15 +14,13 @@ from typing import Any
 
 from phalanx.comm.failure.waiting import Notice, Waiting
 from phalanx.errors import CommunicationError
-from phalanx.launch.hosts.channel import Channel, ChannelError, NotAdmittedError, admit
+from phalanx.launch.hosts.channel import Channel, ChannelError
 from phalanx.launch.hosts.company import BEAT_S, SILENCE_S, Company, HostsEnded, Place, apply
+from phalanx.launch.hosts.door import Door
 from phalanx.launch.hosts.rounds import Host, Phase, Rounds
 
-_PROOF_S = 5.0
-_MOST_UNPROVEN = 32
 _MOST_VALUES = 100_000
 _HEAD_KEY = 0
-_TELL_STRANGERS_EVERY_S = 10.0
 
 Serve = Callable[[set[str]], tuple[str, int]]
 """Makes the store of a round's workers, for hosts at these addresses; returns where it is."""
@@ -36,21 +33,18 @@ class Head(Company):
         self, listener: socket.socket, me: Host, rounds: Rounds, key: tuple[bytes, str], serve: Serve, notice: Notice
     ) -> None:
         self.address = listener.getsockname()[0]
-        self._listener = listener
         self._me = me
         self._rounds = rounds
-        self._secret, self._run_id = key
         self._serve = serve
         self._notice = notice
         self._lock = threading.Condition()
         self._values: dict[str, str] = {}
         self._places: dict[int, Place] = {}
         self._channels: dict[int, Channel] = {}
-        self._unproven = threading.BoundedSemaphore(_MOST_UNPROVEN)
-        self._strangers_told = 0.0
         self._closing = False
         self._next_key = _HEAD_KEY + 1
-        threading.Thread(target=self._accept, name="phalanx-hosts", daemon=True).start()
+        # Last: from here on hosts may come.
+        self._door = Door(listener, key, self._serve_host, notice)
 
     # ---- for the launcher on this host
 
@@ -100,9 +94,7 @@ class Head(Company):
         with self._lock:
             self._closing = True
             channels = list(self._channels.values())
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
+        self._door.close()
         for channel in channels:
             channel.close()
 
@@ -130,8 +122,7 @@ class Head(Company):
 
     @property
     def _where(self) -> str:
-        host, port = self._listener.getsockname()[:2]
-        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        return self._door.where
 
     def _form(self) -> None:
         if not self._rounds.form(time.monotonic()):
@@ -142,38 +133,6 @@ class Head(Company):
         for rank, member in enumerate(self._rounds.members):
             self._places[member.key] = Place(self._rounds.number, rank, len(self._rounds.members), address, port)
         self._lock.notify_all()
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                return  # closed
-            if not self._unproven.acquire(blocking=False):
-                connection.close()
-                continue
-            threading.Thread(target=self._greet, args=(connection,), name="phalanx-host", daemon=True).start()
-
-    def _greet(self, connection: socket.socket) -> None:
-        try:
-            with contextlib.ExitStack() as stack:
-                stack.callback(self._unproven.release)
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                there = connection.getpeername()[0]
-                channel = admit(connection, self._secret, self._run_id, _PROOF_S)
-        except NotAdmittedError as error:
-            connection.close()
-            self._tell_of_stranger(f"{there} was not let in: {error}")
-        except (ChannelError, OSError):
-            connection.close()  # a scanner, a health check, or a host that was stopped
-        else:
-            self._serve_host(channel)
-
-    def _tell_of_stranger(self, words: str) -> None:
-        now = time.monotonic()
-        if now - self._strangers_told > _TELL_STRANGERS_EVERY_S:
-            self._strangers_told = now
-            self._notice(words)
 
     def _serve_host(self, channel: Channel) -> None:
         host: Host | None = None
@@ -205,8 +164,10 @@ class Head(Company):
             self._next_key += 1
             limits = [self._rounds.fewest, self._rounds.most]
             refused = self._rounds.refusal(host)
-            if card["limits"] != limits:
-                refused = f"it was started with --nnodes {_nodes(card['limits'])}, {self._me} with {_nodes(limits)}"
+            if card.get("elastic"):
+                refused = f"it was started with --elastic, {self._me} without"
+            elif card["limits"] != limits:
+                refused = f"it was started with --nnodes {nodes(card['limits'])}, {self._me} with {nodes(limits)}"
             if not refused:
                 self._channels[host.key] = channel
         channel.send({"refused": refused}, SILENCE_S)
@@ -240,5 +201,6 @@ class Head(Company):
             }
 
 
-def _nodes(limits: list[int]) -> str:
+def nodes(limits: list[int]) -> str:
+    """As `--nnodes` says it."""
     return ":".join(dict.fromkeys(map(str, limits)))

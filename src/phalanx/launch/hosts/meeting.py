@@ -50,7 +50,7 @@ def meet(invitation: Invitation, nproc: int, number: int | None, notice: Notice,
     name = socket.gethostname()
     limits = (invitation.fewest, invitation.most)
     key = (invitation.secret, invitation.run_id)
-    listener = _listen(invitation, number)
+    listener = listen(invitation, number)
     if listener is not None:
         # Whoever keeps the workers' store needs torch, and no other launcher does. Now, and not when the store is made:
         # that would keep the other hosts waiting for an answer, who would take this one for lost.
@@ -75,7 +75,7 @@ def check_endpoint(endpoint: str) -> str:
     return endpoint
 
 
-def _listen(invitation: Invitation, number: int | None) -> socket.socket | None:
+def listen(invitation: Invitation, number: int | None) -> socket.socket | None:
     """A socket listening at the endpoint, or None where another host's launcher is to be found there."""
     if number is not None and number != 0:
         return None

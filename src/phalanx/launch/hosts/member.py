@@ -11,9 +11,10 @@ import queue
 import socket
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from typing import Any
+from typing import Any, TypeVar
 
 from phalanx.comm.failure.waiting import Notice, Waiting
 from phalanx.errors import CommunicationError
@@ -22,6 +23,8 @@ from phalanx.launch.hosts.company import BEAT_S, SILENCE_S, Company, HostsEnded,
 from phalanx.launch.hosts.rounds import Host
 
 _RETRY_S = 0.25
+
+T = TypeVar("T")
 
 
 class Member(Company):
@@ -125,6 +128,19 @@ def meet_head(
     endpoint: tuple[str, int], me: Host, limits: tuple[int, int], key: tuple[bytes, str], notice: Notice, timeout_s: float
 ) -> Member:
     """Connect to the head as soon as it is there; it may be started after us."""
+    where = f"{endpoint[0]}:{endpoint[1]}"
+    return knock(endpoint, me, key, notice, timeout_s, lambda channel: Member(channel, me, limits, where, notice))
+
+
+def knock(
+    endpoint: tuple[str, int],
+    me: Host,
+    key: tuple[bytes, str],
+    notice: Notice,
+    timeout_s: float,
+    introduce: Callable[[Channel], T],
+) -> T:
+    """What `introduce` makes of a channel to whoever is the first host, as soon as it answers."""
     host, port = endpoint
     where = f"{host}:{port}"
     waiting = Waiting(notice)
@@ -137,7 +153,7 @@ def meet_head(
         else:
             try:
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                return Member(enter(connection, *key, SILENCE_S), me, limits, where, notice)
+                return introduce(enter(connection, *key, SILENCE_S))
             except NotAdmittedError as error:
                 connection.close()
                 raise CommunicationError(

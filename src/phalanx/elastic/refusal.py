@@ -1,0 +1,44 @@
+"""What cannot go on with other ranks is refused before the first step of an elastic run."""
+
+from __future__ import annotations
+
+from torch.distributed import rpc
+
+from ..checkpoint.capture import Subject
+from ..data.loader import Loader
+from ..errors import ArgumentTypeError, ConfigError
+from ..zero.optimizer import ZeroRedundancyOptimizer
+
+
+def refuse_what_cannot_change(subject: Subject) -> None:
+    """Raise ConfigError or ArgumentTypeError if some part of the training depends on the number of ranks for good."""
+    loader = subject.parts.get("loader")
+    if isinstance(loader, Loader) and not loader.any_world:
+        raise ConfigError(
+            "an elastic run needs a loader that can go on with another number of ranks in the middle of an epoch: one "
+            "of a map-style dataset. A stream, or data of each rank's own, cannot be divided anew."
+        )
+    for name, value in subject.extra.items():
+        settable = ("load_state_dict", "set_state", "bit_generator", "setstate")
+        if not any(hasattr(value, attribute) for attribute in settable):
+            raise ArgumentTypeError(
+                f"extra {name!r} is a {type(value).__name__}, which cannot be set back in place. Give an object with "
+                "state_dict() and load_state_dict(), or a generator."
+            )
+    for one in subject.optimizers.values():
+        if isinstance(one, ZeroRedundancyOptimizer) and one.partition != "element" and one.world_size > 1:
+            raise ConfigError(
+                f"an elastic run needs an optimizer that can be divided anew by elements; {one.partition_reason}. Use "
+                "such a class, or a plain optimizer."
+            )
+    if rpc.is_available() and rpc._is_current_rpc_agent_set():
+        raise ConfigError(
+            "an elastic run cannot use torch.distributed.rpc: its workers stay the same for good, and neither remote "
+            "optimizers nor distributed autograd go on without one of them. Start it without --elastic."
+        )
+    if subject.wrapper is not None and subject.ddp is None:
+        kind = type(subject.wrapper)
+        raise ConfigError(
+            f"an elastic run needs phalanx.DistributedDataParallel, which can go on over another group; the model is in "
+            f"a {kind.__module__}.{kind.__name__}."
+        )

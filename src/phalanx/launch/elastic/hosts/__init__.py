@@ -1,0 +1,1 @@
+"""Elastic runs on several hosts: the first one's launcher decides, the others start, watch and end what is theirs."""

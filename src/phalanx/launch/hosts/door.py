@@ -1,0 +1,75 @@
+"""The door of a run: whoever connects to the endpoint and proves the secret is let in, nobody else is listened to.
+
+One thread accepts, one more per connection greets. The number of connections that have not proved anything yet is
+bounded. Must not know what the hosts do together: `welcome` does, and is called in the greeting thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+from phalanx.comm.failure.waiting import Notice
+from phalanx.launch.hosts.channel import Channel, ChannelError, NotAdmittedError, admit
+
+_PROOF_S = 5.0
+_MOST_UNPROVEN = 32
+_TELL_STRANGERS_EVERY_S = 10.0
+
+
+class Door:
+    """Listens from the moment it is made, until `close`. `key` is the secret and the run's id."""
+
+    def __init__(
+        self, listener: socket.socket, key: tuple[bytes, str], welcome: Callable[[Channel], None], notice: Notice
+    ) -> None:
+        self._listener = listener
+        self._secret, self._run_id = key
+        self._welcome, self._notice = welcome, notice
+        self._unproven = threading.BoundedSemaphore(_MOST_UNPROVEN)
+        self._strangers_told = 0.0
+        host, port = listener.getsockname()[:2]
+        self.address: str = host
+        self.where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        threading.Thread(target=self._accept, name="phalanx-hosts", daemon=True).start()
+
+    def close(self) -> None:
+        """Nobody comes in any more."""
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return  # closed
+            if not self._unproven.acquire(blocking=False):
+                connection.close()
+                continue
+            threading.Thread(target=self._greet, args=(connection,), name="phalanx-host", daemon=True).start()
+
+    def _greet(self, connection: socket.socket) -> None:
+        try:
+            with contextlib.ExitStack() as stack:
+                stack.callback(self._unproven.release)
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                there = connection.getpeername()[0]
+                channel = admit(connection, self._secret, self._run_id, _PROOF_S)
+        except NotAdmittedError as error:
+            connection.close()
+            self._tell_of_stranger(f"{there} was not let in: {error}")
+        except (ChannelError, OSError):
+            connection.close()  # a scanner, a health check, or a host that was stopped
+        else:
+            self._welcome(channel)
+
+    def _tell_of_stranger(self, words: str) -> None:
+        now = time.monotonic()
+        if now - self._strangers_told > _TELL_STRANGERS_EVERY_S:
+            self._strangers_told = now
+            self._notice(words)
