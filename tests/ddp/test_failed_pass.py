@@ -175,7 +175,9 @@ def raise_in_low_precision(rank: int, world: int, width: int) -> None:
     """The gradients that the reducer had taken are low, the parameters full again when it refuses the step."""
     low = phalanx.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model = Deep(width)
-    wrapped = phalanx.DistributedDataParallel(model, mixed_precision=low, on_nonfinite="raise")
+    # A bucket per layer: what is taken when backward has ended is full again.
+    cap_mb = 4e-6 * width * width
+    wrapped = phalanx.DistributedDataParallel(model, bucket_cap_mb=cap_mb, mixed_precision=low, on_nonfinite="raise")
     for step in range(3):
         wrapped.zero_grad()
         loss = loss_of(wrapped, step, rank, width)

@@ -26,14 +26,16 @@ widths = pytest.mark.parametrize("size", WIDTHS)
 
 
 class Branched(nn.Module):
-    """A layer in the middle that a rank may leave out."""
+    """A layer in the middle that a rank may leave out; with None for `with_extra`, all of them."""
 
     def __init__(self, width: int, seed: int) -> None:
         super().__init__()
         torch.manual_seed(seed)
         self.first, self.extra, self.last = (nn.Linear(width, width) for _ in range(3))
 
-    def forward(self, x: torch.Tensor, with_extra: bool) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, with_extra: bool | None) -> torch.Tensor:
+        if with_extra is None:
+            return 2.0 * x
         x = torch.tanh(self.first(x))
         return self.last(torch.tanh(self.extra(x)) if with_extra else x)
 
@@ -64,7 +66,15 @@ def apart(models: Any, rank: int, step: int, width: int) -> torch.Tensor:
     return twins(models[: 1 + step % len(models)], rank, step, width)
 
 
-PROGRAMS = {"twins": twins, "chained": chained, "apart": apart}
+def passed(models: Any, rank: int, step: int, width: int) -> torch.Tensor:
+    """A backward through a wrapper that brings its parameters nothing on this rank, before it comes to the next."""
+    x = models[0](data(step, rank, width), True)
+    for k, model in enumerate(models[1:]):
+        x = model(x, None if leaves_out(rank, step, k) else True)
+    return x.square().mean()
+
+
+PROGRAMS = {"twins": twins, "chained": chained, "apart": apart, "passed": passed}
 
 
 def train_together(rank: int, world: int, program: str, size: str, options: dict[str, Any], hook: str | None) -> None:

@@ -274,8 +274,8 @@ MUTATIONS = (
     Mutation(
         name="arming: a forward goes on waiting after its backward",
         file=ARMING,
-        old="            if not forward.is_opaque:\n                forward.waits = False\n",
-        new="",
+        old="if each.waits and (each.is_opaque or not self._had_backward)]",
+        new="if each.waits]",
         words="Hidden",
         tests="tests/ddp/test_what_is_reduced.py",
     ),

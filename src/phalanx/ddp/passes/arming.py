@@ -167,8 +167,6 @@ class Arming:
             ending.has_gradients = True
             if not forward.reduces:
                 return False
-            if not forward.is_opaque:
-                forward.waits = False
         elif self._to_be_noted is not None:
             # Of the same pass as the first gradient, which has found out that it is not reduced.
             return False
