@@ -182,10 +182,14 @@ def judge(program: Program, trace: Sequence[Snapshot], rank: int, state: dict[st
             return Verdict(None, tuple(shared))  # dropped or raised, as was asked for
         if program.hook == "fp16_compress_hook" and max(scales, default=0.0) > MOST_IN_FP16:
             return Verdict(None, tuple(shared))  # infinity on the way, as torch's own hook would make of it
-        found = _first_difference(program, event, got, wanted[rank], before, scales, jobs[0].cancelled)
+        moves = [_largest(p.detach() - old) for p, old in zip(jobs[rank].params, before, strict=True)]
+        if any(moves):
+            jobs[0].moved = [move + 0.9 * earlier for move, earlier in zip(moves, jobs[0].moved, strict=True)]
+        sizes = [moved * times for moved, times in zip(jobs[0].moved, jobs[0].cancelled, strict=True)]
+        found = _first_difference(program, event, got, wanted[rank], sizes, scales)
         if found is not None:
             return Verdict(Difference(at, *found), tuple(shared))
-        if any(not torch.equal(p, old) for p, old in zip(jobs[rank].params, before, strict=True)):
+        if any(moves):
             jobs[0].cancelled = [1.0] * len(before)  # the step is over
         if any(not _same(mine, other) for w in wanted for mine, other in zip(w.params, wanted[0].params, strict=True)):
             # Each rank's own gradient, of a parameter that nobody used, has been stepped with: replicas no more.
@@ -203,9 +207,8 @@ def _first_difference(
     event: Any,
     got: Snapshot,
     want: Snapshot,
-    before: Sequence[torch.Tensor],
+    sizes: Sequence[float],
     scales: Sequence[float],
-    cancelled: Sequence[float],
 ) -> tuple[str, str] | None:
     if got.broken:
         return "kept", got.broken[0]
@@ -219,12 +222,11 @@ def _first_difference(
         found = differs(grad, wanted, program, scale, exact)
         if found is not None:
             return "gradient", f"{name}: the gradient {found}"
-    for name, param, wanted, old, times in zip(names, got.params, want.params, before, cancelled, strict=True):
+    for name, param, wanted, size in zip(names, got.params, want.params, sizes, strict=True):
         # A step is as exact as its gradient, and its sum with the parameter rounds once more.
-        moved = (wanted - old).abs().max().item() if old.numel() else 0.0
-        found = differs(param, wanted, program, moved * times, exact, ulps_of=wanted)
+        found = differs(param, wanted, program, size, exact, ulps_of=wanted)
         if found is not None:
-            return "parameter", f"{name}: {found}, in a step of {moved:.2g}"
+            return "parameter", f"{name}: {found}, after steps of {size:.2g}"
     for number, (buffer, wanted) in enumerate(zip(got.buffers, want.buffers, strict=True)):
         found = differs(buffer, wanted, program, 1.0, exact)
         if found is not None:
@@ -255,13 +257,16 @@ def _state_difference(program: Program, want: dict[int, Any], got: dict[int, Any
         for key, wanted in states.items():
             value = got[number].get(key, 0)
             if isinstance(wanted, torch.Tensor):
-                scale = wanted.abs().max().item() if wanted.numel() else 0.0
-                found = differs(value, wanted, program, scale, is_exact(program))
+                found = differs(value, wanted, program, _largest(wanted), is_exact(program))
             else:
                 found = None if value == wanted else f"is {value!r}, expected {wanted!r}"
             if found is not None:
                 return f"the optimizer's {key} of parameter {number} {found}"
     return None
+
+
+def _largest(values: torch.Tensor) -> float:
+    return values.abs().max().item() if values.numel() else 0.0
 
 
 def _vanishes(grad: Any) -> bool:

@@ -55,6 +55,8 @@ class Alone:
         self.fired = [False] * len(self.params)
         # How many times larger the ranks' gradients were than their mean, in which what was rounded weighs that much more.
         self.cancelled = [1.0] * len(self.params)
+        # How far steps have moved the parameter, later ones weighing more: a moving mean may cancel out the next gradient.
+        self.moved = [0.0] * len(self.params)
         self._low: list[Any] = []
         self._copies_buffers = True
         name, options = OPTIMIZERS[program.optimizer]
