@@ -43,8 +43,8 @@ class Deep(nn.Module):
         self.words = nn.Embedding(30, width, sparse=True) if words else None
         self.breaks_at: int | None = None
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for number, layer in enumerate(self.layers):
+    def forward(self, x: torch.Tensor, depth: int = DEPTH) -> torch.Tensor:
+        for number, layer in enumerate(self.layers[:depth]):
             x = torch.tanh(layer(x))
             if self.words is not None and number in (0, DEPTH - 1):
                 x = x + self.words(torch.arange(4) + number)
@@ -169,6 +169,69 @@ def zeroed_alike(rank: int, world: int, width: int, views: bool) -> None:
 @pytest.mark.parametrize("views", [False, True], ids=["copies", "views"])
 def test_ranks_that_came_to_different_layers_have_the_same_gradients_to_zero(views: bool, width: int, backend: str) -> None:
     run_ranks(2, zeroed_alike, width, views, backend=backend)
+
+
+def accumulated_before(rank: int, world: int, width: int) -> None:
+    """A microbatch uses the last layer, the backward that raises and the one that follows it do not."""
+    model, plain, wrapped = made(width, "copies")
+
+    def part(module: Any, step: int, of: int, depth: int) -> torch.Tensor:
+        return module(inputs(step, of, width), depth).square().mean()
+
+    for step in range(2):
+        wrapped.zero_grad()
+        part(wrapped, step, rank, DEPTH).backward()
+    wrapped.zero_grad()
+    with wrapped.no_sync():
+        part(wrapped, 2, rank, DEPTH).backward()
+    model.breaks_at = 1
+    with pytest.raises(BrokenLayer):
+        part(wrapped, 3, rank, DEPTH - 1).backward()
+    model.breaks_at = None
+    part(wrapped, 4, rank, DEPTH - 1).backward()
+    wanted = mean_by_hand(plain, world, lambda m, r: part(m, 2, r, DEPTH))
+    for got, mean in zip(model.layers[-1].parameters(), wanted[-2:], strict=True):
+        torch.testing.assert_close(got.grad, mean.to(got.dtype))
+    assert all(alike(param.grad) for param in model.parameters())
+
+
+@everywhere
+@widths
+def test_what_had_been_accumulated_before_a_backward_that_raised_is_reduced_by_the_next(width: int, backend: str) -> None:
+    run_ranks(2, accumulated_before, width, backend=backend)
+
+
+def decayed_alike(rank: int, world: int, width: int, overlapped: bool) -> None:
+    """No rank had gradients; one got further than the other before both raised; the next backward uses fewer layers.
+
+    What the broken backward left, zeroed, is there on one rank only: stepped by weight decay on that one, it drifted apart.
+    """
+    model, _, wrapped = made(width, "copies")
+    settings = {"lr": 0.01, "weight_decay": 0.5}
+    optimizer: Any
+    if overlapped:
+        optimizer = phalanx.ZeroRedundancyOptimizer(
+            model.parameters(), optim.AdamW, overlap_with_ddp=True, step_in_backward=False, **settings
+        )
+    else:
+        optimizer = optim.AdamW(model.parameters(), **settings)
+    for step in range(4):
+        wrapped.zero_grad()
+        if step == 2:
+            break_once(wrapped, rank, width, 1 + 2 * rank)
+            wrapped.zero_grad(set_to_none=False)
+        wrapped(inputs(step, rank, width), 2 if step >= 2 else DEPTH).square().mean().backward()
+        optimizer.step()
+        assert all(alike(param.detach()) for param in model.parameters()), f"step {step}"
+
+
+@everywhere
+@widths
+@pytest.mark.parametrize("overlapped", [False, True], ids=["plain", "overlapped"])
+def test_what_a_broken_backward_left_on_one_rank_is_stepped_on_all_or_none(
+    overlapped: bool, width: int, backend: str
+) -> None:
+    run_ranks(2, decayed_alike, width, overlapped, backend=backend)
 
 
 def raise_in_low_precision(rank: int, world: int, width: int) -> None:

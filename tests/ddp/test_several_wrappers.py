@@ -337,6 +337,50 @@ def test_two_wrappers_that_got_a_part_of_a_gradient_each_say_so() -> None:
     run_ranks(2, check_parts)
 
 
+class WithLateStem(Headed):
+    """A layer of its own, in the bucket of the body, that also gets gradient in a backward inside backward."""
+
+    def __init__(self, body: nn.Module, width: int) -> None:
+        super().__init__(body, width)
+        self.stem, self.foot, self.top = (nn.Linear(width, width) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, nested: bool = False) -> torch.Tensor:
+        x = checkpoint(self.stem, x.clone().requires_grad_(), use_reentrant=True) if nested else x
+        return self.top(self.head(self.stem(torch.tanh(self.body(self.foot(x))))))
+
+
+def check_late_beside_shared(rank: int, world: int) -> None:
+    width, _ = WIDTHS["small"]
+    torch.manual_seed(5)
+    body = nn.Linear(width, width)
+    # The second, whose forward comes last, is the first to pack the body, and to give it its mean.
+    models = [WithLateStem(body, width) for _ in range(2)]
+    # Two layers per bucket: the stem, for which gradient comes late, travels with the shared body.
+    first, second = (phalanx.DistributedDataParallel(model, bucket_cap_mb=0.0022) for model in models)
+    params = list(dict.fromkeys([*models[0].parameters(), *models[1].parameters()]))
+    for step in range(4):
+        for param in params:
+            param.grad = None
+        x = data(step, rank, width)
+        (first(x, step > 1).square().mean() + second(x).square().mean()).backward()
+        if step == 0:
+            names = [{first.plan.specs[slot.param].name for slot in bucket.slots} for bucket in first.plan.buckets]
+            assert any({"stem.weight", "body.weight"} <= together for together in names[:-1]), names
+        got = [param.grad for param in params]
+        for param in params:
+            param.grad = None
+        for each in (data(step, other, width) for other in range(world)):
+            loss = models[0](each, step > 1).square().mean() + models[1](each).square().mean()
+            (loss / world).backward()
+        for param, grad in zip(params, got, strict=True):
+            assert grad is not None, f"step {step}: a gradient got lost"
+            torch.testing.assert_close(grad, param.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_a_late_part_leaves_alone_what_another_wrapper_has_given() -> None:
+    run_ranks(2, check_late_beside_shared)
+
+
 def wrap_anew(rank: int, world: int) -> tuple[int, int, int]:
     """How many gradients are packed on arrival: with an old wrapper around, when it has gone, and when one has come."""
     model = nn.Sequential(nn.Linear(144, 144), nn.Linear(144, 144))

@@ -63,7 +63,8 @@ TABLE: dict[str, dict[SlotState, SlotState]] = {
     # What comes late while a mean is scattered stays apart until it is reduced by itself.
     "scatter": {REDUCED: SCATTERED, LATE: LATE},
     "join_late": {REDUCED: REDUCED, LATE: REDUCED, SCATTERED: REDUCED},
-    "abandon": dict.fromkeys(SlotState, ABSENT),
+    # What this rank has added to `.grad` is still to be reduced; a mean that has been given out is not.
+    "abandon": dict.fromkeys(SlotState, HELD) | {ABSENT: ABSENT} | dict.fromkeys(_GIVEN_OUT, ABSENT),
 }
 
 

@@ -17,7 +17,7 @@ import torch
 from phalanx import GradBucket
 from phalanx.comm import hooks
 from phalanx.comm.torch_backend import TorchCollectives
-from phalanx.ddp.buckets.bucket import DenseBucket
+from phalanx.ddp.buckets.dense import DenseBucket
 from phalanx.ddp.passes.streams import GradientStreams
 from phalanx.ddp.reducer.strategy import AllReduce, Strategy
 

@@ -9,7 +9,7 @@ HOOKS = "src/phalanx/ddp/reducer/hooks.py"
 ORDER = "src/phalanx/ddp/passes/order.py"
 REDUCER = "src/phalanx/ddp/reducer/reducer.py"
 MODULE = "src/phalanx/ddp/module.py"
-BUCKET = "src/phalanx/ddp/buckets/bucket.py"
+BUCKET = "src/phalanx/ddp/buckets/dense.py"
 ARMING = "src/phalanx/ddp/passes/arming.py"
 TESTS = "tests/ddp/test_several_wrappers.py"
 

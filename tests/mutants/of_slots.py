@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.mutants.mutation import Mutation
 
 SLOT = "src/phalanx/ddp/buckets/slot.py"
-BUCKET = "src/phalanx/ddp/buckets/bucket.py"
+BUCKET = "src/phalanx/ddp/buckets/dense.py"
 MEMORY = "src/phalanx/ddp/buckets/memory.py"
 SPARSE = "src/phalanx/ddp/buckets/sparse.py"
 HOOKS = "src/phalanx/ddp/reducer/hooks.py"

@@ -93,7 +93,8 @@ class Subject:
         if self.ddp is None:
             return
         self.ddp.reducer.require_idle()
-        waiting = self.ddp.reducer.unreduced
+        # Zeros are what a user has made of them.
+        waiting = [name for name, param in self.ddp.reducer.unreduced.items() if _is_something(param.grad)]
         if waiting:
             raise StateError(
                 f"{who}save() in the midst of accumulation: '{waiting[0]}' and {len(waiting) - 1} others have gradients of "
@@ -107,6 +108,12 @@ class Subject:
     def has_unused_gradients(self) -> bool:
         """Whether there is a gradient that no step has used."""
         return any(watch.sees_unused() for watch in self._watches)
+
+
+def _is_something(grad: torch.Tensor | None) -> bool:
+    if isinstance(grad, ScatteredGradient):
+        return grad.pending is not None
+    return grad is not None and bool(grad.to_dense().any())
 
 
 class _Watch:

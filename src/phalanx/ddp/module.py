@@ -475,7 +475,7 @@ class DistributedDataParallel(TorchBase):
         return loaded
 
     def _reassemble(self, agrees: bool) -> None:
-        self.reducer.detach()
+        self.reducer.hooks.detach()
         self.reducer.order.leave(self.reducer)
         hook = self._hook
         self._prepare()

@@ -125,7 +125,7 @@ class TorchNames:
             self._ddp.update_process_group(new_process_group)
 
     def _remove_autograd_hooks(self) -> None:
-        self._ddp.reducer.detach()
+        self._ddp.reducer.hooks.detach()
 
     def _check_reducer_finalized(self) -> None:
         self._ddp.reducer.require_idle()

@@ -332,7 +332,7 @@ class Place:
 
     def _barrier(self, where: str) -> None:
         collectives = self._optimizer.sharded.collectives
-        collectives.wait(collectives.all_reduce(torch.zeros(1)), where)
+        collectives.wait(collectives.all_reduce(torch.zeros(1, dtype=torch.float32)), where)
 
     def committed(self, version: int) -> None:
         """The step is done on every rank: its gradients are of no more use."""

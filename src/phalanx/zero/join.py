@@ -66,7 +66,7 @@ class FollowedOptions:
     def _told(self, text: str) -> str | None:
         """The text of the first rank that has one, on every rank; None if nobody has."""
         collectives, data = self._collectives, text.encode()
-        sizes = torch.zeros(collectives.world, device=self._device)
+        sizes = torch.zeros(collectives.world, dtype=torch.float32, device=self._device)
         sizes[collectives.rank] = len(data)
         collectives.wait(collectives.all_reduce(sizes), _WHERE)
         listed = [int(size) for size in sizes.tolist()]

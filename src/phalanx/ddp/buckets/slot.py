@@ -6,7 +6,7 @@ mean(first) + mean(late). No gradient is ever in a user's hands while the transp
 
     state       `.grad`                            the bucket's body              next
     ABSENT      as the user left it                nothing of this pass           arrive -> LOCAL; pack -> TAKEN
-    HELD        gradient of a pass not reduced     nothing of this pass           arrive -> LOCAL; pack -> TAKEN
+    HELD        gradient that no pass has reduced  nothing of this pass           arrive -> LOCAL; pack -> TAKEN
     LOCAL       this rank's gradient               nothing of this pass           arrive -> LOCAL; pack -> TAKEN
     TAKEN       None                               this rank's gradient, scaled   arrive -> LATE;  launch -> IN_FLIGHT
     IN_FLIGHT   None                               the transport's                arrive -> LATE;  reduce -> REDUCED
@@ -14,9 +14,13 @@ mean(first) + mean(late). No gradient is ever in a user's hands while the transp
     COPIED      the mean, in the owner's tensor    free                           the next pass -> ABSENT;
     VIEWED      the mean, a view of the body       the mean                       a backward that is not reduced -> HELD
     LOANED      the mean, the body's own memory    lent out                       (in the same pass: arrive -> LATE)
-    SCATTERED   None, after the pass a marker      this rank's slice of the mean
+    SCATTERED   None, after the pass a marker      this rank's slice of the mean  (join_late -> REDUCED)
     LATE        what came after packing, only      as before                      pack (not launched yet) -> TAKEN;
-                                                                                  reduce (as a bucket of its own) -> REDUCED
+                                                                                  join_late (a bucket of its own) -> REDUCED
+
+A backward that is not reduced makes any state HELD: it comes between two passes. A pass that is given up (`abandon`) makes
+HELD what it had of this rank, so that it is reduced by the next, and the rest ABSENT. A slot whose gradient no rank used is
+given back as it was, and is COPIED or VIEWED as well.
 
 The *owner* is the tensor that was `.grad` when it was packed, where somebody else may look at it: then the mean is copied
 into it and it becomes `.grad` again. Where nobody else holds it, it is freed at once and the mean is given out as a loan.
@@ -26,7 +30,7 @@ Must not know of buckets' memory, of collectives or of passes.
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 
 class SlotState(enum.IntEnum):
@@ -71,7 +75,7 @@ _REDUCE = _transition({IN_FLIGHT: REDUCED, LATE: LATE})
 _GIVE_COPIES = _transition({REDUCED: COPIED})
 _SCATTER = _transition({REDUCED: SCATTERED, LATE: LATE})
 _JOIN_LATE = _transition({REDUCED: REDUCED, LATE: REDUCED, SCATTERED: REDUCED})
-_ABANDON = _transition(dict.fromkeys(SlotState, ABSENT))
+_ABANDON = _transition(dict.fromkeys(SlotState, HELD) | {ABSENT: ABSENT} | dict.fromkeys(GIVEN, ABSENT))
 
 
 def _move(states: bytearray, table: bytes, event: str) -> None:
@@ -146,6 +150,11 @@ def join_late(states: bytearray) -> None:
     _move(states, _JOIN_LATE, "adding the late parts")
 
 
-def abandon(states: bytearray) -> None:
-    """The pass was given up: nothing of it counts."""
+def abandon(states: bytearray, earlier: Collection[int] = ()) -> None:
+    """The pass was given up: what is left in `.grad` of it, and of backwards before it, no pass has reduced.
+
+    `earlier`: places that were ABSENT when they were taken. What they had is a mean of earlier times.
+    """
     _move(states, _ABANDON, "giving up")
+    for place in earlier:
+        states[place] = ABSENT

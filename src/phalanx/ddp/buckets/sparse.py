@@ -34,6 +34,8 @@ class SparseBucket(Bucket):
         if state == LATE and grad is not None and self._before is not None:
             grad = _sum(_as_rows(self._before), _as_rows(grad))  # not launched yet: both parts leave together
         self._before = grad
+        if state == ABSENT:
+            self._earlier.add(0)
         self.gradient = _nothing(param) if grad is None else _scaled(_as_rows(grad), scale)
         slot.pack(self.states, 0)
         return None if grad is not None and state != ABSENT else [0]

@@ -22,7 +22,8 @@ import torch
 
 from ...comm.failure.folding import users_stacklevel
 from ...errors import ConfigError, ReductionError
-from ..buckets.bucket import Bucket, DenseBucket
+from ..buckets.bucket import Bucket
+from ..buckets.dense import DenseBucket
 from ..buckets.sparse import SparseBucket
 from ..reducer import Listener, Reducer
 

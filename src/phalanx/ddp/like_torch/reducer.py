@@ -45,7 +45,7 @@ class TorchReducer:
         raise _refusal("_get_local_used_map", "ddp.stats() names the parameters that no rank used.")
 
     def _remove_autograd_hooks(self) -> None:
-        self._ours.detach()
+        self._ours.hooks.detach()
 
     def _check_reducer_finalized(self) -> None:
         self._ours.require_idle()

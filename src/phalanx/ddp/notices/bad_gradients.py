@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...comm.failure.folding import users_stacklevel
-from ..buckets.bucket import DenseBucket
+from ..buckets.dense import DenseBucket
 from ..features.nonfinite import bad_names, is_bad
 from ..reducer.listener import Listener
 

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from ...errors import ReductionError
-from ..buckets.bucket import Bucket, DenseBucket, Stage
+from ..buckets.bucket import Bucket, Stage
+from ..buckets.dense import DenseBucket
 from ..buckets.tail import Reading
 from ..messages import nests_elsewhere, out_of_step, unequal
 from .late import reduce_late_part

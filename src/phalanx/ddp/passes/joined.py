@@ -58,6 +58,7 @@ def give_up(run: Pass) -> Generator[None]:
             else:
                 bucket.mark_reduced()
                 bucket.give([0] * len(bucket.slots))
+                bucket.hold_again()
     # With nothing left to send, the pass had failed at its very end, which every rank was told of then.
     if first < len(run.buckets) and (reading is None or reading.num_given_up != run.collectives.world):
         raise run.unequal()

@@ -8,7 +8,8 @@ anything. From then on the parameter's bucket waits for the end of backward, so 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from ..buckets import slot
@@ -28,11 +29,12 @@ def reduce_late_part(run: Pass, bucket: Bucket) -> None:
     part = reducer.make_bucket(reducer.plan.buckets[bucket.index], bucket.tail.of_late_parts(), bucket)
     if bucket.tail.watch is not None:
         part.tail.watch = bucket.tail.watch.of_late_part(part)
-    # Every other slot has been taken, so that its `.grad` is None and adds nothing.
     part.states[:] = bytes(LOCAL if state == LATE else ABSENT for state in bucket.states)
-    run.send(part, run.take(part))
+    with _only_late(bucket):
+        used = run.take(part)
+    run.send(part, used)
     run.strategy.settle(part, run.where(bucket))
-    wanted = run.wanted.get(bucket.index)
+    wanted = run.wanted.pop(bucket.index, None)  # before the part's own is put there, if it has something to say
     run.receive(part)
     run.strategy.join_late(bucket, part)
     slot.join_late(bucket.states)
@@ -40,6 +42,23 @@ def reduce_late_part(run: Pass, bucket: Bucket) -> None:
     late = run.wanted.pop(bucket.index, None)
     if wanted is not None and late is not None:
         run.wanted[bucket.index] = _either(wanted, late)
+
+
+@contextmanager
+def _only_late(bucket: Bucket) -> Iterator[None]:
+    """Inside, slots for which nothing came late have no `.grad`.
+
+    They have been taken, so that they have none anyway, unless another wrapper of the parameter has given it its mean.
+    """
+    others = [param for param, state in zip(bucket.params, bucket.states, strict=True) if state != LATE]
+    apart = [(param, param.grad) for param in others if param.grad is not None]
+    for param, _ in apart:
+        param.grad = None
+    try:
+        yield
+    finally:
+        for param, grad in apart:
+            param.grad = grad
 
 
 def _either(first: Sequence[int], late: Sequence[int]) -> list[int]:

@@ -166,7 +166,7 @@ def fix(reducer: Reducer) -> None:
     """The graph is static: one hook per bucket is enough, on the gradient that comes last."""
     reducer.plan_state = PlanState.FIXED
     unused = reducer.usage.first_unused or frozenset()
-    reducer.detach()
+    reducer.hooks.detach()
     if len(unused) < len(reducer.params):  # else this rank had no input in the first step, and promised nothing by it
         reducer.hooks.refuse(_named(reducer, sorted(unused)), "static_graph=True")
     trained = {index for index, param in enumerate(reducer.params) if param.requires_grad}

@@ -18,7 +18,8 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 
-from ..buckets.bucket import Bucket, DenseBucket
+from ..buckets.bucket import Bucket
+from ..buckets.dense import DenseBucket
 
 
 class GradientStreams:

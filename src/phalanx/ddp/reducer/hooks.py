@@ -21,7 +21,7 @@ from ..messages import changed_graph
 from ..passes.state import OBSERVING
 
 if TYPE_CHECKING:
-    from ..buckets.bucket import DenseBucket
+    from ..buckets.dense import DenseBucket
     from .reducer import Reducer
 
 # One function for all parameters, bound to its arguments: a closure each would be five times the memory.

@@ -29,7 +29,8 @@ from ...errors import PhalanxError, ReductionError
 from ...plan import Bucket as PlannedBucket
 from ...plan import BucketPlan
 from ..buckets import slot
-from ..buckets.bucket import Bucket, Contents, DenseBucket
+from ..buckets.bucket import Bucket, Contents
+from ..buckets.dense import DenseBucket
 from ..buckets.sparse import SparseBucket
 from ..buckets.tail import Tail, exact_ranks
 from ..engine import current_backward
@@ -161,10 +162,6 @@ class Reducer(TorchReducer):
         allocate = partial(self.strategy.allocate, planned.index) if part_of is None else self.strategy.allocate_late
         return DenseBucket(contents, allocate, self.options.as_views and part_of is None)
 
-    def detach(self) -> None:
-        """Take every hook off the parameters; gradients are then no longer reduced."""
-        self.hooks.detach()
-
     @property
     def settled(self) -> bool:
         """Whether the plan in force is the one made from the observed order."""
@@ -237,13 +234,13 @@ class Reducer(TorchReducer):
         return PlanMemory(list(self.observed), None if unused is None else sorted(unused), repeats)
 
     @property
-    def unreduced(self) -> list[str]:
-        """The parameters that have gradient of this rank alone, from backwards inside `no_sync`."""
-        return [
-            spec.name
+    def unreduced(self) -> dict[str, torch.nn.Parameter]:
+        """By name, the parameters that have gradient of this rank alone: of backwards inside `no_sync`, or that raised."""
+        return {
+            spec.name: param
             for spec, param, (bucket, place) in zip(self.plan.specs, self.params, self.places, strict=True)
             if param.grad is not None and bucket.states[place] == slot.HELD
-        ]
+        }
 
     # -- before backward -----------------------------------------------------------------------
 
@@ -292,15 +289,21 @@ class Reducer(TorchReducer):
             error = torn(f"rank {self.collectives.rank}: step {self.step}")
             self.collectives.board.post_error(error)  # others may wait for what this rank will never join
             raise error
+        run = failed
         try:
-            # It may have reached an output and no parameter: other ranks may have met one.
-            yield from give_up(Pass(self, joined=False, may_nest=True) if failed is None else failed)
+            if run is None:
+                # It may have reached an output and no parameter: other ranks may have met one.
+                run = Pass(self, joined=False, may_nest=True)
+            yield from give_up(run)
         except BaseException:
             for bucket in self.buckets:
                 bucket.release()
             raise
         finally:
             self.step += 1
+            if failed is None and run is not None:  # of which listeners have heard only that it began
+                for listener in self.listeners:
+                    listener.pass_failed()
 
     # -- during backward -----------------------------------------------------------------------
 

@@ -17,7 +17,8 @@ from ...comm.bucket import GradBucket
 from ...comm.collectives import Collectives
 from ...comm.hooks import HookState, hook_future, hook_result, launch_pending
 from ...comm.sparse import SparseSum
-from ..buckets.bucket import Bucket, DenseBucket, Scale
+from ..buckets.bucket import Bucket, Scale
+from ..buckets.dense import DenseBucket
 from ..buckets.sparse import SparseBucket
 
 _ALIGNED_ELEMENTS = 64

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 
 import torch
 
-from ...ddp.buckets.bucket import Bucket, DenseBucket
+from ...ddp.buckets.bucket import Bucket
+from ...ddp.buckets.dense import DenseBucket
 from ...errors import ReductionError
 from ..partition.shard import LiveSlice, Shard
 from ..state.sharded_optimizer import ShardedOptimizer
@@ -80,12 +81,15 @@ class GradientShards:
                 self._carried[number] = kept or [gradient.clone() for _, gradient in self._slices.get(number, ())]
 
     def give_up(self) -> None:
-        """The pass failed: means that were to be added to its own are gradients again, and carried into the next."""
+        """The pass failed: means that were to be added to its own are gradients again, and carried into the next.
+
+        What is in `.grad` now, no pass has reduced; it is what has been added to them.
+        """
         self._given = {}
         for number in self._carried:
-            param = self._sharded.table.params[number]
-            if param.grad is None:
-                param.grad = self._markers[number]
+            param, marker = self._sharded.table.params[number], self._markers[number]
+            if param.grad is not marker:
+                marker.pending, param.grad = param.grad, marker
 
     def receive(self, bucket: DenseBucket, wanted: Sequence[int] | None) -> None:
         """The mean is there: give it to the slices of parameters that any rank used, and mark those."""
@@ -93,8 +97,9 @@ class GradientShards:
         given = [1] * len(numbers)
         for place, number in enumerate(numbers):
             used = wanted is None or wanted[place] > 0
+            # Not taken out before the pass has ended: until then it may fail, and this is the only copy of the mean.
             has_carried = number in self._carried
-            carried = self._carried.pop(number, None)
+            carried = self._carried.get(number)
             given[place] = int(used or has_carried)
             for k, (live, gradient) in enumerate(self._slices.get(number, ())):
                 if carried is not None:
@@ -115,6 +120,7 @@ class GradientShards:
             assert isinstance(bucket, DenseBucket), "only dense gradients are scattered"
             bucket.give_markers(given, [self._markers[number] for number in self._numbers[index]])
         self._given = {}
+        self._carried = {}
 
     def absorb(self) -> None:
         """After a backward that left whole means: keep the own slices, where there is memory for them, and mark the rest."""

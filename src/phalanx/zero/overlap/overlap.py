@@ -23,7 +23,8 @@ from typing import Any
 
 import torch
 
-from ...ddp.buckets.bucket import Bucket, DenseBucket
+from ...ddp.buckets.bucket import Bucket
+from ...ddp.buckets.dense import DenseBucket
 from ...ddp.messages import torn
 from ...ddp.module import DistributedDataParallel
 from ...ddp.reducer import AllReduce, HookStrategy, Listener, Reducer, Strategy
@@ -59,7 +60,8 @@ class Engagement(enum.Enum):
     UPDATING    some buckets have been stepped in the backward under way, others have not
     TORN        such a backward raised: the parameters are between two steps, for good
 
-    DETACHED -> OBSERVING -> READY <-> UPDATING -> TORN; a new plan or wrapper: READY -> OBSERVING
+    DETACHED -> OBSERVING -> READY <-> UPDATING -> TORN; a new plan or wrapper: READY -> OBSERVING;
+    another optimizer for the wrapper, or retired: any -> DETACHED
     """
 
     DETACHED = enum.auto()
@@ -141,10 +143,17 @@ class Overlap(Listener):
 
     def retire(self) -> None:
         """Leave the wrapper for good; its gradients are its own again."""
-        wrapper, self._wrapper = self.wrapper, None
-        self._is_retired, self.state = True, Engagement.DETACHED
+        wrapper = self.wrapper
         if wrapper is not None and self in wrapper.reducer.listeners:
-            wrapper.reducer.listeners.remove(self)
+            self._leave(wrapper.reducer)
+        self._wrapper, self._is_retired, self.state = None, True, Engagement.DETACHED
+
+    def _leave(self, reducer: Reducer) -> None:
+        """Hear of no more passes. Whoever comes next finds whole means, unless it has them scattered again."""
+        reducer.listeners.remove(self)  # first: what follows is not for this one
+        if self._scatter is not None and reducer.strategy is self._scatter:
+            reducer.use(AllReduce(reducer.collectives))
+        self.state = Engagement.DETACHED
 
     def consider(self, wrapper: DistributedDataParallel) -> None:
         """Join `wrapper` if it reduces parameters of this optimizer."""
@@ -154,8 +163,7 @@ class Overlap(Listener):
         self._check(wrapper, reducer)
         earlier = _user_of(reducer)
         if earlier is not None:
-            reducer.listeners.remove(earlier)  # which the reducer is not to keep alive
-            earlier.state = Engagement.DETACHED
+            earlier._leave(reducer)  # which is not to keep it alive either
         self._wrapper = weakref.ref(wrapper)
         _latest[reducer] = weakref.ref(self)
         reducer.joined_take_means = True  # of which they own slices
@@ -350,6 +358,15 @@ class Overlap(Listener):
     @torch.no_grad()
     def pass_ended(self) -> None:
         """The backward has ended everywhere: finish the update, and follow a new plan."""
+        try:
+            self._finish_pass()
+        except BaseException:
+            if self.state is Engagement.UPDATING:
+                # Of what listeners raise when a pass has ended, nobody is told that the pass failed.
+                self.state = Engagement.TORN
+            raise
+
+    def _finish_pass(self) -> None:
         if self.gradient_shards is not None:
             self.gradient_shards.mark_given(self.reducer.buckets)
         if self.state is Engagement.UPDATING and isinstance(self.sharded.partition, ElementPartition):

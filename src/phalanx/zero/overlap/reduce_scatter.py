@@ -14,7 +14,8 @@ from typing import Protocol, cast
 import torch
 
 from ...comm.collectives import Collectives
-from ...ddp.buckets.bucket import Bucket, DenseBucket, Scale
+from ...ddp.buckets.bucket import Bucket, Scale
+from ...ddp.buckets.dense import DenseBucket
 from ...ddp.reducer import Mean, Reducer
 from ...plan.shards import UNIT, shard_numel
 
