@@ -57,6 +57,8 @@ class Alone:
         self.cancelled = [1.0] * len(self.params)
         # How far steps have moved the parameter, later ones weighing more: a moving mean may cancel out the next gradient.
         self.moved = [0.0] * len(self.params)
+        # The largest gradient of any rank so far, of which the optimizer's state may hold a small remainder.
+        self.largest = [0.0] * len(self.params)
         self._low: list[Any] = []
         self._copies_buffers = True
         name, options = OPTIMIZERS[program.optimizer]

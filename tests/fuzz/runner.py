@@ -198,7 +198,7 @@ def _head(errors: Sequence[str]) -> str:
 
 def _is_consequence(text: str) -> bool:
     """What the others say when a rank has gone."""
-    return any(word in text for word in ("Connection closed", "Connection reset", "PeerFailed", "Broken pipe"))
+    return any(word in text for word in ("Connection closed", "Connection reset", "PeerFailure", "Broken pipe"))
 
 
 def _read(path: Path) -> list[Played]:
