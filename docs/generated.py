@@ -52,9 +52,10 @@ def errors_page() -> str:
     """Every message that the package can raise, in its source's own words."""
     lines = ["# All errors", "", "Made of the source when this documentation was built; `…` stands for what differs. What"]
     lines += ["each class means, and what to do, is in [Troubleshooting](troubleshooting.md).", ""]
+    found = messages()
     for kind in error_classes():
         lines += [f"## {kind.__name__}", "", inspect.getdoc(kind) or "", ""]
-        for file, text in messages()[kind.__name__]:
+        for file, text in found[kind.__name__]:
             shown = " ".join(text.split()).replace("`", "'")
             lines.append(f"- ``{shown}`` <small>{file}</small>")
         lines.append("")

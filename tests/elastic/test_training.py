@@ -31,31 +31,43 @@ HELD = {
     "no fault": Case(Plan()),
     "rank 0 in backward": Case(Plan(faults=_one("backward", 0))),
     "after the step": Case(Plan(faults=_one("stepped", 1))),
-    "buffers": Case(Plan(model="norm", faults=_one("backward", 0, 3))),
     "mixed precision": Case(Plan(model="low", faults=_one("forward", 1, 3))),
-    "powersgd": Case(Plan(model="hook:powersgd", faults=_one("forward", 1, 3))),
     "int8": Case(Plan(model="hook:int8", faults=_one("backward", 1, 3))),
-    "accumulation": Case(Plan(accumulate=2, faults=_one("backward", 1, 3))),
-    "without a loader": Case(Plan(has_loader=False, faults=_one("stepped", 0, 3))),
-    "before the first step": Case(Plan(faults=_one("ready", 1, 0))),
     "gloo": Case(Plan(backend="gloo", faults=_one("backward", 0))),
     "while it saves": Case(Plan(saves=True, faults=_one("save>", 1)), most_lost=1),
     "while ranks meet, twice": Case(Plan(faults=(("kill", "forward", 2, 3), ("kill", "links<", 0, 3)))),
     # Nobody is left to notice it but the launcher, which lets them go on.
     "all stop": Case(Plan(timeout_s=1.5), outside=(("SIGSTOP all", 0.02, 0),)),
-    "one stops when the others have finished": Case(Plan(timeout_s=1.5, faults=_one("over", 1, 0, "stop"))),
 }
 WRITTEN = {
-    "zero, without a loader": Case(Plan(optimizer="zero", has_loader=False, faults=_one("write>", 1, 5))),
     "overlapped": Case(Plan(optimizer="overlap", faults=_one("backward", 0))),
-    "stepped by step()": Case(Plan(optimizer="late", faults=_one("backward", 2))),
     "stage 2": Case(Plan(optimizer="stage2", faults=_one("write>", 0))),
     "two optimizers": Case(Plan(optimizer="two", faults=_one("backward", 1, 5))),
-    "raise": Case(Plan(optimizer="zero", faults=_one("forward", 1, 4, "raise"))),
-    "overlapped, before it has written": Case(Plan(optimizer="overlap", faults=_one("write<", 1, 5))),
     # What was written is in the launcher's memory: nobody has to be left. What is stepped in place needs one who is.
     "two at once": Case(Plan(optimizer="zero", faults=(("kill", "batch", 0, 5), ("kill", "batch", -1, 5)))),
     "all at once": Case(Plan(optimizer="overlap"), outside=(("SIGKILL all", 0.05, 0),)),
+}
+
+
+IN_PLACE = {
+    "before the vote": Case(_in_place(_one("backward", 2, 5))),
+    "a piece is torn": Case(_in_place(_one("torn", 2, 5))),
+    "a piece is done": Case(_in_place(_one("done>", 0, 5), model="norm")),
+    "torn, then whoever has finished it": Case(_in_place((*_one("torn", 1, 5), *_one("replay>", -1, 0)), backend="gloo")),
+    "nothing but the count of steps": Case(_in_place(_one("torn", 1, 5), has_loader=False, has_extra=False)),
+}
+# The same in other places and with other options.
+MORE = {
+    "buffers": Case(Plan(model="norm", faults=_one("backward", 0, 3))),
+    "powersgd": Case(Plan(model="hook:powersgd", faults=_one("forward", 1, 3))),
+    "accumulation": Case(Plan(accumulate=2, faults=_one("backward", 1, 3))),
+    "without a loader": Case(Plan(has_loader=False, faults=_one("stepped", 0, 3))),
+    "before the first step": Case(Plan(faults=_one("ready", 1, 0))),
+    "one stops when the others have finished": Case(Plan(timeout_s=1.5, faults=_one("over", 1, 0, "stop"))),
+    "zero, without a loader": Case(Plan(optimizer="zero", has_loader=False, faults=_one("write>", 1, 5))),
+    "stepped by step()": Case(Plan(optimizer="late", faults=_one("backward", 2))),
+    "raise": Case(Plan(optimizer="zero", faults=_one("forward", 1, 4, "raise"))),
+    "overlapped, before it has written": Case(Plan(optimizer="overlap", faults=_one("write<", 1, 5))),
     "thirty generations": Case(
         Plan(has_loader=False, generations=30, pause_s=0.01),
         most=3,
@@ -63,24 +75,19 @@ WRITTEN = {
         limit_s=120.0,
         must_fire=False,
     ),
-}
-
-
-IN_PLACE = {
-    "before the vote": Case(_in_place(_one("backward", 2, 5))),
-    "when it has voted": Case(_in_place(_one("vote>", 0, 5))),
-    "a piece is torn": Case(_in_place(_one("torn", 2, 5))),
-    "a piece is done": Case(_in_place(_one("done>", 0, 5), model="norm")),
-    "all have stepped": Case(_in_place(_one("take>", 2, 5, "raise"))),
-    "committed": Case(_in_place(_one("stepped", 1, 5))),
+    "in place, when it has voted": Case(_in_place(_one("vote>", 0, 5))),
+    "in place, all have stepped": Case(_in_place(_one("take>", 2, 5, "raise"))),
+    "in place, committed": Case(_in_place(_one("stepped", 1, 5))),
     "moving there": Case(_in_place(_one("settle<", 1, 1))),
-    "torn, then whoever has finished it": Case(_in_place((*_one("torn", 1, 5), *_one("replay>", -1, 0)), backend="gloo")),
-    "nothing but the count of steps": Case(_in_place(_one("torn", 1, 5), has_loader=False, has_extra=False)),
     "fewer, in order": Case(_in_place(()), outside=(("scale 2", 0.1, 0),)),
 }
 
 
-@pytest.mark.parametrize("cases", [HELD, WRITTEN, IN_PLACE], ids=["held", "written", "in place"])
+@pytest.mark.parametrize(
+    "cases",
+    [HELD, WRITTEN, IN_PLACE, pytest.param(MORE, marks=pytest.mark.thorough)],
+    ids=["held", "written", "in place", "more"],
+)
 def test_runs_through_faults_come_to_what_their_steps_give(cases: dict[str, Case], tmp_path: Path) -> None:
     environ = {**os.environ, "PYTHONPATH": SEARCH_PATH, "OMP_NUM_THREADS": "1"}
     text = json.dumps([asdict(case) for case in cases.values()])

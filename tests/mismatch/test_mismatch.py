@@ -40,6 +40,7 @@ def tried(rank: int, world: int, name: str, folder: Path) -> tuple[str, str, boo
     return "nothing", "", odd.unchanged, time.monotonic() - started
 
 
+@pytest.mark.covering(1)  # every row on one backend at least, by turns
 @pytest.mark.parametrize(("name", "backend"), CASES)
 def test_a_setting_that_differs_is_an_error_on_every_rank(name: str, backend: str, tmp_path: Path) -> None:
     words = ROWS[name][1]
