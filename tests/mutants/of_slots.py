@@ -141,7 +141,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="bucket: after a pass that failed, what was freed is not there on ranks that had come far",
-        file=BUCKET,
+        file="src/phalanx/ddp/buckets/bucket.py",
         old="        for param in self._had:\n",
         new="        for param in ():\n",
         words="Fail zeros large",

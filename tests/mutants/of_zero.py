@@ -47,8 +47,8 @@ MUTATIONS = (
     Mutation(
         name="overlap: a backward that raised amid its updates is not remembered",
         file=OVERLAP,
-        old="            self.state = Engagement.TORN\n",
-        new="            self.state = Engagement.READY\n",
+        old="            self.state = Engagement.TORN\n        elif self.gradient_shards",
+        new="            self.state = Engagement.READY\n        elif self.gradient_shards",
         words="Fail",
         tests="tests/zero/test_overlap.py",
     ),
@@ -210,5 +210,26 @@ MUTATIONS = (
         "            self._consolidated = None\n",
         words="Join zero",
         tests="tests/zero/test_join.py",
+    ),
+    Mutation(
+        name="overlap: an update that raised when backward had ended is gone on with",
+        file=OVERLAP,
+        old="                self.state = Engagement.TORN\n            raise\n",
+        new="                self.state = Engagement.READY\n            raise\n",
+        tests="tests/zero/test_failed_backward.py",
+    ),
+    Mutation(
+        name="overlap: the next optimizer finds the reduction of the first",
+        file=OVERLAP,
+        old="            reducer.use(AllReduce(reducer.collectives))\n        self.state = Engagement.DETACHED\n",
+        new="            pass\n        self.state = Engagement.DETACHED\n",
+        tests="tests/zero/test_failed_backward.py",
+    ),
+    Mutation(
+        name="gradients: what is carried is gone when a bucket has it, though the pass may fail",
+        file=GRADIENTS,
+        old="            carried = self._carried.get(number)\n",
+        new="            carried = self._carried.pop(number, None)\n",
+        tests="tests/zero/test_failed_backward.py",
     ),
 )
