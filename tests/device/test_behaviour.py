@@ -1,4 +1,4 @@
-"""What a user of a device sees beside training steps: late verdicts, times, groups, checks before anything is kept.
+"""What a user of a device sees beside training steps: late checks, times, groups, checks before anything is kept.
 
 Each test is one function in a process of the simulated device, several to a process: starting one costs more than they do.
 """

@@ -135,9 +135,9 @@ MUTATIONS = (
     ),
     Mutation(
         name="late: a bucket that was given out early is not given out again with its late part",
-        file=LATE,
-        old="    bucket.stage = Stage.REDUCED\n",
-        new="",
+        file="src/phalanx/ddp/buckets/bucket.py",
+        old="        self.stage = Stage.REDUCED\n        slot.join_late(self.states)\n",
+        new="        slot.join_late(self.states)\n",
         words="reentrant again overlapped_later",
         tests="tests/ddp/test_nested_backward.py",
     ),

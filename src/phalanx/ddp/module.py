@@ -307,7 +307,7 @@ class DistributedDataParallel(TorchBase):
         if context_id is not None:
             forward.elsewhere = partial(gradients_of_context, context_id)
         watched = watch(output, partial(_reached, weakref.ref(self), forward))
-        forward.armed_by(watched)
+        forward.returned(watched)
         if self.reducer.strategy.gives_for_good:
             forward.may_nest = not watched.sees_all or may_nest(output)
 
@@ -410,7 +410,7 @@ class DistributedDataParallel(TorchBase):
         the end of the next one, or here. Asked before anything is kept: by `state_dict`, also of the wrapped module and of
         `ZeroRedundancyOptimizer`, by the `Checkpointer`, at the end of `join`, and by the worker that leaves.
         """
-        self.reducer.verdicts.judge(self.reducer)
+        self.reducer.late_checks.judge(self.reducer)
 
     def stats(self) -> Statistics:
         """Times of the last sampled step, bucket by bucket, and what has been learnt of the model."""

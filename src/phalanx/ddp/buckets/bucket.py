@@ -25,7 +25,10 @@ Scale = float | torch.Tensor  # a number that is known to the host, or one on th
 
 
 class Stage(enum.Enum):
-    """Where the bucket as a whole is: FILLING -> IN_FLIGHT -> REDUCED -> GIVEN, and FILLING again in the next pass."""
+    """Where the bucket as a whole is: FILLING -> IN_FLIGHT -> REDUCED -> GIVEN, and FILLING again in the next pass.
+
+    With a late part that was added it is REDUCED once more; of a pass that is given up it is GIVEN, from wherever it was.
+    """
 
     FILLING = enum.auto()
     IN_FLIGHT = enum.auto()
@@ -143,6 +146,11 @@ class Bucket(abc.ABC):
         self.stage = Stage.REDUCED
         slot.reduce(self.states)
         self.work = self.tail_work = self.future = None
+
+    def mark_joined(self) -> None:
+        """The mean of what came late has been added, perhaps after the first had been given out."""
+        self.stage = Stage.REDUCED
+        slot.join_late(self.states)
 
     @property
     def is_late(self) -> bool:

@@ -42,7 +42,7 @@ class DenseBucket(Bucket):
         self._unowned = [p for p, large in zip(self.params, self.large, strict=True) if large or as_views]
         # By slot: the tensor that was `.grad` when it was taken, where somebody else may hold it; it gets the mean.
         self._owners: list[torch.Tensor | None] = [None] * len(self.slots)
-        self._num_kept = 0  # how often somebody kept what had been lent
+        self._num_kept = 0  # how often somebody kept what had been given as a loan
         # View mode: what an unused gradient held, whose place in the body the transport overwrites.
         self._kept: dict[int, torch.Tensor] = {}
 
@@ -85,12 +85,12 @@ class DenseBucket(Bucket):
 
     def open(self) -> None:
         super().open()
-        if self._memory is not None and self._memory.is_lent:
+        if self._memory is not None and self._memory.is_loaned:
             if self._memory.is_held:
                 self._memory = None  # it stays with those who hold it, all of it
                 self._num_kept += 1
             else:
-                self._memory.is_lent = False
+                self._memory.is_loaned = False
 
     # -- in ------------------------------------------------------------------------------------
 
@@ -302,7 +302,7 @@ class DenseBucket(Bucket):
         param, view = self.params[place], self.views[place]
         if self.large[place] and param.dtype == view.dtype and self._num_kept < _MOST_KEPT:
             param.grad = view.detach()  # a tensor of its own, so that references to it count
-            self.memory.is_lent = True
+            self.memory.is_loaned = True
             slot.give(self.states, place, LOANED)
         else:
             param.grad = torch.empty_like(param, requires_grad=False).copy_(view)

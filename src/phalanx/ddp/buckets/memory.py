@@ -65,7 +65,7 @@ class BucketMemory:
     gradient elsewhere (`Module.to` assigns its `.data`), and the bucket must go on naming its own memory.
     """
 
-    __slots__ = ("_own_references", "body", "flat", "is_lent", "shown", "tail", "views")
+    __slots__ = ("_own_references", "body", "flat", "is_loaned", "shown", "tail", "views")
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class BucketMemory:
             for slot, spec in zip(slots, specs, strict=False)
         ]
         self.shown = [view.detach() for view in self.views] if as_views else []
-        self.is_lent = False  # whether a part of it has been given out as a loan
+        self.is_loaned = False  # whether a part of it has been given out as a loan
         # Last, when everything of ours that names this memory exists: a count too high would hide one holder.
         self._own_references = references(flat)
 

@@ -150,6 +150,11 @@ def join_late(states: bytearray) -> None:
     _move(states, _JOIN_LATE, "adding the late parts")
 
 
+def states_of_late_part(states: bytearray) -> bytearray:
+    """Of the bucket that carries what came late for these: LOCAL there, and nothing elsewhere."""
+    return bytearray(LOCAL if state == LATE else ABSENT for state in states)
+
+
 def abandon(states: bytearray, earlier: Collection[int] = ()) -> None:
     """The pass was given up: what is left in `.grad` of it, and of backwards before it, no pass has reduced.
 

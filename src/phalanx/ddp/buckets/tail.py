@@ -206,7 +206,7 @@ class Tail:
     def soundness(self, summed: torch.Tensor, step: int, is_weighted: bool) -> torch.Tensor:
         """1 if the ranks belong together, NaN if not, on the device of the tail: times the mean, it voids a wrong one.
 
-        Looks at what `LateVerdicts` raises for. Parameters that some rank did not use are none of it.
+        Looks at what `LateChecks` raises for. Parameters that some rank did not use are none of it.
         """
         key = (summed.device, is_weighted)
         if key not in self._vital:

@@ -1,6 +1,6 @@
 """Before anything is kept, what it is made of is known to be right.
 
-On a device a step is judged one step late (`passes.verdict`). Whoever writes a state to disk in between would keep a step
+On a device a step is judged one step late (`passes.late_checks`). Who writes a state to disk in between would keep a step
 that the next one refuses. So the wrapped module asks as well as the wrapper: most scripts save `model.module.state_dict()`.
 """
 

@@ -53,7 +53,7 @@ class Forward:
         # Where its backward leaves gradients elsewhere (distributed autograd): makes them `.grad` for a while.
         self.elsewhere: Callable[[Any], AbstractContextManager[None]] | None = None
 
-    def armed_by(self, watched: Watched) -> None:
+    def returned(self, watched: Watched) -> None:
         """The forward has returned; a backward inside it may have come already, and another may follow."""
         self.is_opaque = not watched.sees_all
         self.waits = self.waits or watched.num_tensors > 0 or self.is_opaque

@@ -252,7 +252,7 @@ class Pass:
         self.strategy.finish(bucket, self.where(bucket))
         if self._judges_late(bucket):
             is_weighted = self.shares.told is not None
-            self.reducer.verdicts.note(bucket, step, self.where(bucket), is_weighted)
+            self.reducer.late_checks.note(bucket, step, self.where(bucket), is_weighted)
             return None
         if bucket.tail.is_healthy(bucket.tail_data, step):
             return None

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @torch.no_grad()
-def shadow(run: Pass, takes: bool) -> None:
+def take_part(run: Pass, takes: bool) -> None:
     """A whole pass without gradients of this rank; with `takes`, it is given the means of the others."""
     if takes:
         # It is to have the others' gradients only. A parameter that nobody uses now must not keep the gradient of this

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from ..buckets import slot
 from ..buckets.bucket import Bucket, Stage
-from ..buckets.slot import ABSENT, LATE, LOCAL
+from ..buckets.slot import LATE
 from ..messages import too_late
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def reduce_late_part(run: Pass, bucket: Bucket) -> None:
     part = reducer.make_bucket(reducer.plan.buckets[bucket.index], bucket.tail.of_late_parts(), bucket)
     if bucket.tail.watch is not None:
         part.tail.watch = bucket.tail.watch.of_late_part(part)
-    part.states[:] = bytes(LOCAL if state == LATE else ABSENT for state in bucket.states)
+    part.states = slot.states_of_late_part(bucket.states)
     with _only_late(bucket):
         used = run.take(part)
     run.send(part, used)
@@ -37,8 +37,7 @@ def reduce_late_part(run: Pass, bucket: Bucket) -> None:
     wanted = run.wanted.pop(bucket.index, None)  # before the part's own is put there, if it has something to say
     run.receive(part)
     run.strategy.join_late(bucket, part)
-    slot.join_late(bucket.states)
-    bucket.stage = Stage.REDUCED
+    bucket.mark_joined()
     late = run.wanted.pop(bucket.index, None)
     if wanted is not None and late is not None:
         run.wanted[bucket.index] = _either(wanted, late)

@@ -1,7 +1,8 @@
 """The life of the plan, and what the first reduced backward teaches.
 
     FIRST     made from the order of registration. The pass that it serves is observed: its buckets leave at the end
-    SETTLED   made from the order in which gradients came, rank 0's on every rank; replaced only with the group or the dtype
+    SETTLED   made from the order in which gradients came, rank 0's on every rank; replaced with the group, the dtype,
+              or by fewer and larger buckets for an optimizer that scatters
     FIXED     settled, and the graph is static by promise: one hook per bucket is enough
 
 Must not know of buckets' memory or of launching.
@@ -113,6 +114,12 @@ class PlanMemory:
     observed: list[int]
     unused: list[int] | None
     repeats: list[int]
+
+    @classmethod
+    def of(cls, observed: Sequence[int], usage: Usage, repeats: Sequence[int]) -> PlanMemory:
+        """`repeats`: by parameter, whether it gets gradient several times in a pass."""
+        unused = None if usage.first_unused is None else sorted(usage.first_unused)
+        return cls(list(observed), unused, [index for index, again in enumerate(repeats) if again])
 
 
 @dataclass(frozen=True, slots=True)

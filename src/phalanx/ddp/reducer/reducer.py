@@ -39,13 +39,13 @@ from ..like_torch.reducer import TorchReducer
 from ..messages import torn, unused_everywhere
 from ..passes.arming import Arming, Ending, Forward
 from ..passes.flight import Pass
-from ..passes.joined import give_up, shadow
+from ..passes.joined import give_up, take_part
+from ..passes.late_checks import LateChecks
 from ..passes.order import order_of, take_turns
 from ..passes.settling import ChooseBuckets, PlanMemory, PlanState, Usage, fix, settle
 from ..passes.shared import Sharers
 from ..passes.state import FAILED, IDLE, OBSERVING, REDUCING, PassState
 from ..passes.streams import GradientStreams
-from ..passes.verdict import LateVerdicts
 from .hooks import GradientHooks
 from .listener import Listener
 from .strategy import AllReduce, Strategy
@@ -98,7 +98,7 @@ class Reducer(TorchReducer):
         # Of compiled models: how their buckets are chosen, and which plan their graphs are cut by.
         self.choose_buckets: ChooseBuckets | None = None
         self.cut_key = plan.hash
-        self.verdicts = LateVerdicts()
+        self.late_checks = LateChecks()
         self.streams = GradientStreams()
         self.current: Pass | None = None  # the pass under way, or the one that failed
         self._raised_before = False  # whether a backward raised that had not begun a pass, and should have
@@ -193,7 +193,7 @@ class Reducer(TorchReducer):
 
     def move(self, collectives: Collectives, number: int) -> None:
         """Go on over another set of ranks; `restart` comes next."""
-        self.verdicts.leave(self)
+        self.late_checks.leave(self)
         self.order.leave(self)
         self.collectives = self.strategy.collectives = collectives
         self.number, self.order = number, order_of(collectives.group)
@@ -201,7 +201,7 @@ class Reducer(TorchReducer):
 
     def restart(self, plan: BucketPlan) -> None:
         """Go on from step 0, with a first plan, as for parameters of another dtype."""
-        self.verdicts.judge(self)  # while steps have the numbers that they are judged by
+        self.late_checks.judge(self)  # while steps have the numbers that they are judged by
         self.step = 0
         self.params = self._every_param
         self.plan_state, self.observed, self.usage = PlanState.FIRST, [], Usage()
@@ -229,9 +229,7 @@ class Reducer(TorchReducer):
     @property
     def memory(self) -> PlanMemory:
         """What `resume` needs beside the plan."""
-        unused = self.usage.first_unused
-        repeats = [index for index, repeats in enumerate(self._repeats) if repeats]
-        return PlanMemory(list(self.observed), None if unused is None else sorted(unused), repeats)
+        return PlanMemory.of(self.observed, self.usage, self._repeats)
 
     @property
     def unreduced(self) -> dict[str, torch.nn.Parameter]:
@@ -459,7 +457,7 @@ class Reducer(TorchReducer):
         before, self.weight = self.weight, weight
         try:
             self.current = Pass(self, joined=True, may_nest=False)
-            shadow(self.current, self.joined_take_means)
+            take_part(self.current, self.joined_take_means)
         finally:
             self.weight = before
         self._close(self.current)
@@ -487,7 +485,7 @@ class Reducer(TorchReducer):
                     bucket.tail.prepare(bucket.device, bucket.tail_dtype)
         for listener in self.listeners:
             listener.pass_closed()
-        self.verdicts.judge(self, before=self.step - 1)
+        self.late_checks.judge(self, before=self.step - 1)
         # Last: it may raise, on the ranks that have inputs only, when nothing is left that ranks do together.
         if missed and not run.joined:
             self._report_unused(missed, num_params)

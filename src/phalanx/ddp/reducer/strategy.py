@@ -1,8 +1,8 @@
 """How a packed bucket becomes a mean: by all-reduce, or by what a registered hook does.
 
 The reducer decides when; a `Strategy` decides how. `start` launches, `finish` waits; between the two the bucket's
-body belongs to the transport. To reduce in another way (scatter, quantise), write another `Strategy` and give it to
-the reducer: nothing else changes.
+body belongs to the transport. To reduce in another way (quantise, say), write another `Strategy` and give it to the reducer.
+One that leaves something else than whole means in `.grad` has a taker too, which is a `Listener`: see `zero/overlap/`.
 """
 
 from __future__ import annotations

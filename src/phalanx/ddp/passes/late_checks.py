@@ -41,7 +41,7 @@ class _Pending:
     is_weighted: bool
 
 
-class LateVerdicts:
+class LateChecks:
     """The tails of a wrapper that have not been judged yet."""
 
     def __init__(self) -> None:
