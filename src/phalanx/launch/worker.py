@@ -28,10 +28,11 @@ from phalanx.comm.failure.interruption import Interruption
 from phalanx.comm.memory.heap import keep_freed_memory
 from phalanx.data.loader import Loader
 from phalanx.data.values import Exchange, FirstOnly
-from phalanx.errors import ArgumentTypeError, ConfigError, MismatchError, PeerFailure
+from phalanx.errors import ArgumentTypeError, ConfigError, MismatchError
 from phalanx.launch.elastic.group import make_group
 from phalanx.launch.elastic.member import Formed, Member
 from phalanx.launch.environment import Environment, detect
+from phalanx.launch.joining import join
 from phalanx.launch.resources import threads_for as threads_for
 from phalanx.launch.variables import TRACE_DIRECTORY as TRACE_DIRECTORY
 from phalanx.observe import trace
@@ -230,7 +231,7 @@ def init(
         environment, chosen = _adopt(environment, backend)
     else:
         _check_usable(environment, chosen)
-        _join(environment, chosen, timeout_s)
+        _join(environment, chosen, place, timeout_s)
     if trace.recorder is None and os.environ.get(TRACE_DIRECTORY):
         trace.start(os.environ[TRACE_DIRECTORY], environment.rank, environment.world)
     _worker = Worker(environment, place, chosen, timeout_s)
@@ -321,7 +322,7 @@ def _leave(verifies: bool) -> None:
         dist.destroy_process_group()
 
 
-def _join(environment: Environment, backend: str, timeout_s: float | None) -> None:
+def _join(environment: Environment, backend: str, device: torch.device, timeout_s: float | None) -> None:
     timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
     if environment.host is None:
         store = dist.HashStore()
@@ -329,18 +330,7 @@ def _join(environment: Environment, backend: str, timeout_s: float | None) -> No
     else:
         os.environ.setdefault("MASTER_ADDR", environment.host)
         os.environ.setdefault("MASTER_PORT", str(environment.port))
-        try:
-            dist.init_process_group(backend, rank=environment.rank, world_size=environment.world, timeout=timeout)
-        except dist.DistNetworkError as error:
-            if environment.rank == 0:
-                raise  # it is the one who could not serve
-            # A rank that joined and died at once has said nothing yet, and torch's error names nobody.
-            raise PeerFailure(
-                f"rank {environment.rank}: the store at {environment.host}:{environment.port} cannot be reached, or was "
-                "lost while the group was made. Where no launcher serves it, rank 0 does, and has not started or has ended. "
-                f"Look at its log. ({error})",
-                [0],
-            ) from error
+        join(environment, backend, timeout, device.type == "cpu")
     # From now on the others hear of this process's last words, if it ends by an exception.
     if dist.group.WORLD is not None:
         board_of(dist.group.WORLD)
