@@ -32,7 +32,8 @@ def join(environment: Environment, backend: str, timeout: timedelta | None, on_c
         store = _open(environment, limit, serves)
         # By a connection of its own: a store that waits for a key, as gloo has it do, answers nobody else meanwhile.
         connection: dist.Store = store.clone()  # type: ignore[attr-defined]  # missing in torch's stubs
-        arrivals = Arrivals(connection, (rank, world), limit.total_seconds(), ends_known_to(os.environ), serves)
+        own = dist.PrefixStore("joining", connection)
+        arrivals = Arrivals(own, (rank, world), limit.total_seconds(), ends_known_to(os.environ), serves)
         arrivals.wait()
     except CommunicationError:
         raise

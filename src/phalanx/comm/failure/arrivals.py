@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from ...errors import CollectiveTimeout, CommunicationError, PeerFailure
 from .answering import AnsweringStore
+from .last_words import tell_at_the_end
 from .processes import has_ended, identity
 from .waiter import say
 from .waiting import Waiting
@@ -53,11 +54,13 @@ class Arrivals:
         self._limit_s = limit_s
         self._ends = ends
         self._serves = serves
+        self._has_met = False
         self._process = identity()
         self._come: dict[int, dict[str, Any]] = {self._rank: self._process}
         self._store = AnsweringStore(dist.PrefixStore("phalanx/arrivals", store), _is_tcp(store) and not serves, limit_s)
         self._store.set(f"come/{self._rank}", json.dumps(self._process))
         self._looked = time.monotonic()
+        tell_at_the_end(self)
 
     def wait(self) -> None:
         """Return when every rank has come. Raises PeerFailure or CollectiveTimeout, with the ranks that have not."""
@@ -79,6 +82,7 @@ class Arrivals:
 
     def met(self) -> None:
         """The group is made, and tells of failures by itself from now on."""
+        self._has_met = True
         with contextlib.suppress(RuntimeError, OSError):
             self._store.set(f"met/{self._rank}", "1")
 
@@ -92,6 +96,17 @@ class Arrivals:
             return self._find()
         except (RuntimeError, OSError):
             return None  # a store that is gone is the error of whoever uses it
+
+    def hear_last_words(self, words: str) -> None:
+        """This process ends by an exception, before its group is made."""
+        with contextlib.suppress(RuntimeError, OSError):
+            if not self._has_met and not self._store.check(["blame"]):
+                self._store.set("blame", json.dumps({self._rank: f"failed: {words}"}))
+
+    def stay_for_others(self) -> None:
+        """As `conclude`, for a process that ends by an exception."""
+        if not self._has_met:
+            self.conclude()
 
     def last_look(self) -> CommunicationError | None:
         """The same, when making the group has failed: a death is seen a moment after what it broke."""
