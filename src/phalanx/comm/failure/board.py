@@ -58,6 +58,15 @@ class Failure:
     message: str
 
 
+@dataclass(frozen=True, slots=True)
+class Roll:
+    """What came of a roll call."""
+
+    missing: tuple[int, ...]
+    places: dict[int, str]
+    """Where those who answered are, in their words."""
+
+
 class FailureBoard:
     """The notes of one process group. Every call is bounded in time and raises nothing of the store's.
 
@@ -217,15 +226,15 @@ class FailureBoard:
             return {self.rank: text}
         return said
 
-    def roll_call(self, wait_s: float) -> tuple[int, ...]:
-        """The ranks that did not answer within `wait_s`; all others call it too.
+    def roll_call(self, where: str, wait_s: float) -> Roll:
+        """Who answers within `wait_s`, and where each of them is; all others call it too.
 
         Where the store itself is gone, only its host (rank 0) is known to be missing.
         """
-        said = self.exchange("alive", "1", wait_s)
+        said = self.exchange("alive", where, wait_s)
         if len(said) == 1 and self.world > 2 and not self._reachable():
-            return (0,)
-        return tuple(rank for rank in range(self.world) if rank not in said)
+            return Roll((0,), said)
+        return Roll(tuple(rank for rank in range(self.world) if rank not in said), said)
 
     def _reachable(self) -> bool:
         try:
