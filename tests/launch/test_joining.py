@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.launch.ends import EndsFile, ends_known_to
+from phalanx.launch.records.ends import EndsFile, ends_known_to
 from tests.cluster.command import Command
 from tests.launch.test_worker import free_port
 

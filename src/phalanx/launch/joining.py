@@ -1,7 +1,7 @@
 """A worker joins its world: it opens the store, waits until every rank has come, and makes the group with them.
 
 Owns that order, for worlds whose ranks stay the same (`elastic.group` has it for the others). A rank that ends before the
-group is there is named by everybody who waits for it, as far as this host can see: `comm.failure.arrivals`, `ends`.
+group is there is named by everybody who waits for it, as far as this host can see: `comm.failure.arrivals`, `records.ends`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from phalanx.comm.failure.arrivals import Arrivals
 from phalanx.comm.failure.board import launcher_serves_store
 from phalanx.errors import CommunicationError, PeerFailure
 from phalanx.launch.elastic.group import interruptible
-from phalanx.launch.ends import ends_known_to
 from phalanx.launch.environment import Environment
+from phalanx.launch.records.ends import ends_known_to
 from phalanx.launch.variables import RUN_STORE
 
 _joined: Counter[tuple[str | None, int | None]] = Counter()

@@ -19,10 +19,10 @@ import psutil
 
 from phalanx.comm.failure.waiting import Notice
 from phalanx.errors import CommunicationError
-from phalanx.launch.ends import EndsFile
 from phalanx.launch.environment import LOOPBACK
 from phalanx.launch.hosts.company import Company, HostsStore
 from phalanx.launch.hosts.meeting import Invitation, meet
+from phalanx.launch.records.ends import EndsFile
 from phalanx.launch.store import ReservedPort, RunStore
 from phalanx.launch.supervise.numbering import Round, first_rank
 from phalanx.launch.variables import ENDS, RUN_STORE

@@ -155,7 +155,7 @@ def _answer(run: _Point, torchs: Callable[..., Any]) -> Callable[..., Iterator[t
     import torch.distributed as dist
 
     from phalanx.comm.failure.arrivals import Arrivals
-    from phalanx.launch.ends import ends_known_to
+    from phalanx.launch.records.ends import ends_known_to
 
     def handler(url: str, timeout: timedelta | None = None, **options: Any) -> Iterator[tuple[dist.Store, int, int]]:
         asked = urlparse(url)
