@@ -69,10 +69,10 @@ def _open(environment: Environment, limit: timedelta, serves: bool) -> dist.Stor
     store = dist.TCPStore(
         host, port, None, is_master=serves, timeout=limit, wait_for_workers=False, multi_tenant=serves
     )
-    # Worlds that follow each other in one store must not read each other's keys. Every rank joins equally often.
+    # Worlds that follow each other in one store must not read each other's keys. Every rank joins equally often. Launchers
+    # have a new store for each start of the workers; how often they were started differs between hosts.
     _joined[host, port] += 1
-    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return dist.PrefixStore(f"phalanx/world/{restarts}/{_joined[host, port]}", store)
+    return dist.PrefixStore(f"phalanx/world/{_joined[host, port]}", store)
 
 
 def _explained(environment: Environment, arrivals: Arrivals, error: RuntimeError) -> RuntimeError:
