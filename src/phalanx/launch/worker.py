@@ -69,6 +69,7 @@ class Worker:
     def part(self) -> None:
         """Leave the group in order to join another one; whoever waits for this rank there is told so by the transport."""
         if dist.is_initialized():
+            _say_that_it_leaves()
             gloo_threads.rest()
             # Wrappers hold the group until they have another one, and with it connections by which nobody would be told.
             gloo_threads.cut()
@@ -296,7 +297,15 @@ def leave() -> None:
     On a device the last step is judged here, while the ranks can still tell each other what was wrong with it: raises
     MismatchError or ReductionError if its gradients did not belong together, after having left.
     """
+    _say_that_it_leaves()
     _leave(verifies=True)
+
+
+def _say_that_it_leaves() -> None:
+    # A forked child does not speak for its parent.
+    is_inherited = _worker is not None and _worker.pid != os.getpid()
+    if dist.is_initialized() and dist.group.WORLD is not None and not is_inherited:
+        board_of(dist.group.WORLD).leave()
 
 
 def _leave_at_exit() -> None:
