@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import sys
 import textwrap
 import time
@@ -17,7 +18,8 @@ import pytest
 
 from phalanx.launch.agent import LaunchSettings, Outcome, launch
 from phalanx.launch.rundir import RunDirectory
-from phalanx.launch.start.child import Child, wait_for_end
+from phalanx.launch.start import warm
+from phalanx.launch.start.child import Child, child_pids, wait_for_end
 from phalanx.launch.start.fitness import unfit
 from phalanx.launch.start.order import Order
 from phalanx.launch.start.plain import start_plainly
@@ -289,6 +291,39 @@ def test_a_worker_lives_on_when_the_starter_is_killed_and_the_next_is_started_pl
             starter.close()
     assert killed and run.outcome.exitcode == 0 and run.said(0) == ["second start"], run.lines
     assert run.start.startswith("plain (it ended") or "cannot be reached" in run.start, run.start
+
+
+def _killed_between(reader: int, writer: int) -> int:
+    """As `warm._between`, killed when it has forked the worker and before it has said so."""
+    os.close(reader)
+    between = os.getpid()
+    if os.fork():
+        os.kill(between, signal.SIGKILL)
+    os.close(writer)
+    return between
+
+
+def test_a_worker_that_nobody_was_told_of_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    born = tmp_path / "born"
+    monkeypatch.setattr(warm, "_between", _killed_between)
+    monkeypatch.setattr(warm, "_become", lambda *_: (born.write_text(str(os.getpid())), time.sleep(60), os._exit(0)))
+    pid = os.fork()
+    if pid == 0:
+        ours.close()
+        warm.answer_orders(theirs, warm.Loaded({}, 0, {}))
+        os._exit(1)
+    theirs.close()
+    starter = Starter(Child(pid), ours, {}, is_ready=True)
+    before = child_pids()
+    try:
+        with open(os.devnull, "r+b") as null, pytest.raises(StarterGone, match="signal 9"):
+            starter.start(Order(("script.py",), {}, null.fileno(), null.fileno(), stdin=null.fileno()))
+        assert child_pids() == before, "a worker lives on beside the one that will take its place"
+        assert not born.exists() or not Path(f"/proc/{born.read_text()}").exists()
+        assert not starter.fault, "it is as good as before"
+    finally:
+        starter.close()
 
 
 @pytest.mark.parametrize(

@@ -10,22 +10,20 @@ import torch
 
 from phalanx.errors import MismatchError, PeerFailure
 from tests.cluster import run_ranks
-from tests.mismatch import around, harmless, later, rows
+from tests.mismatch import around, harmless, later, order, rows
 from tests.mismatch.rows import Odd
 
 SOON_S = 20  # an agreement to which nobody comes is found out after seconds
 BACKENDS = ("gloo", "phalanx")
-ROWS = {**rows.ROWS, **around.ROWS, **later.ROWS}
-APPLIED = rows.AFTER_BACKWARD | around.APPLIED
+ROWS = {**rows.ROWS, **around.ROWS, **later.ROWS, **order.ROWS}
+APPLIED = rows.AFTER_BACKWARD | around.APPLIED | order.APPLIED
 # On gloo some collective stays under way, and gloo's threads with it.
-LEAKS = {*rows.AFTER_BACKWARD, "a hook later", *around.PASSED_BY, *later.PASSED_BY}
-# gloo itself ends the process where known collectives are called in another order.
-NOT_ON = {"in a user's own hook": ("gloo",)}
+LEAKS = {*rows.AFTER_BACKWARD, "a hook later", *around.PASSED_BY, *later.PASSED_BY, *order.PASSED_BY}
 CASES = [
     (name, backend)
     for name in ROWS
     for backend in BACKENDS
-    if backend not in NOT_ON.get(name, ()) and (backend == "gloo" or not name.startswith(around.BY_STORE))
+    if backend == "gloo" or not name.startswith(around.BY_STORE)
 ]
 
 

@@ -90,6 +90,12 @@ class Collectives(abc.ABC):
         if self.world > 1 and self.board.reaches_others:
             agreement_of(self.board).agree(occasion, settings, self._nobody_comes, changed)
 
+    def comes_to(self, what: str, numel: int = 0) -> None:  # noqa: B027  # nothing to do where the transport compares
+        """This rank is about to start `what`, a collective of torch's own on the group; every rank calls it.
+
+        Raises MismatchError if the others come to something else, where that would not be noticed by the transport.
+        """
+
     def _nobody_comes(self, where: str, silent: bool) -> CommunicationError:
         return self._waiter.explain(TimeoutError("no answer"), where, silent)
 

@@ -36,6 +36,10 @@ class TorchCollectives(Collectives):
         if self.world > 1 and tensor.dtype is not torch.int64 and self.board.reaches_others:
             self._agreement.launches(verb, tensor, root, self._nobody_comes)
 
+    def comes_to(self, what: str, numel: int = 0) -> None:
+        if self.world > 1 and self.board.reaches_others:
+            self._agreement.comes_to((what, numel, None, -1), self._nobody_comes)
+
     @cached_property
     def _agreement(self) -> StoreAgreement:
         return agreement_of(self.board)

@@ -25,9 +25,11 @@ T = TypeVar("T")
 
 
 @contextlib.contextmanager
-def _together(where: str) -> Iterator[None]:
+def _together(where: str, numel: int = 0) -> Iterator[None]:
     """Around a collective of torch's own: what a rank or a connection did to it is an error that names the rank."""
     with waiting():
+        if dist.group.WORLD is not None:
+            collectives_for(dist.group.WORLD).comes_to(where, numel)
         try:
             yield
         except RuntimeError as error:
@@ -118,7 +120,7 @@ class Exchange:
 
     def _sum(self, tensor: Tensor) -> None:
         if self.world > 1:
-            with _together("adding up values"):
+            with _together("adding up values", tensor.numel()):
                 dist.all_reduce(tensor)
 
     def _gather_tensor(self, tensor: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from phalanx.launch.rundir import RankFiles, RunDirectory
 _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)')
 _LOG_TAIL_LINES = 12
 _TOLD_TO_END = -signal.SIGTERM
+_NEVER_MET = "before the ranks had met"  # as `comm.failure.arrivals` says it
 
 
 # For errors of others that say what happened and not what to do: words of the message, and the remedy.
@@ -90,6 +91,11 @@ class FailureSummary:
         gone = [str(end.rank) for end in self.others if end.exitcode == 0]
         if self.first.consequence and gone:
             ranks = f"rank {gone[0]}" if len(gone) == 1 else f"ranks {', '.join(gone)}"
+            if _NEVER_MET in self.first.message:
+                return (
+                    f"{ranks} ended without an error and never joined the others, which need every rank. Leave the script "
+                    "early on all ranks or on none, and call phalanx.init() before anything that only some ranks do."
+                )
             return (
                 f"{ranks} had finished while rank {self.first.rank} still waited: fewer steps were taken there. Give every "
                 "rank equally many batches, as worker.loader(loader, model) does, or train inside `with model.join():`; "

@@ -22,9 +22,10 @@ from phalanx.errors import CommunicationError
 from phalanx.launch.environment import LOOPBACK
 from phalanx.launch.hosts.company import Company, HostsStore
 from phalanx.launch.hosts.meeting import Invitation, meet
+from phalanx.launch.records.ends import EndsFile
 from phalanx.launch.store import ReservedPort, RunStore
 from phalanx.launch.supervise.numbering import Round, first_rank
-from phalanx.launch.variables import RUN_STORE
+from phalanx.launch.variables import ENDS, RUN_STORE
 
 MEETING_S = 900.0
 """How long hosts wait for each other."""
@@ -42,6 +43,7 @@ class Rendezvous(ABC):
     def __init__(self, run_id: str, nproc: int) -> None:
         self.run_id = run_id
         self._nproc = nproc
+        self._ends = EndsFile()
 
     @abstractmethod
     def next_round(self) -> Round:
@@ -63,6 +65,10 @@ class Rendezvous(ABC):
         """How many hosts wait for this one to begin a new round. Raises HostsEnded when the run is over elsewhere."""
         return 0
 
+    def note_end(self, rank: int, exitcode: int) -> None:
+        """A worker of this host has ended by itself: told to those who may be waiting for it to come."""
+        self._ends.note(rank, exitcode)
+
     def workers_met(self) -> bool | None:
         """Whether any worker has looked for the others; None where that cannot be told."""
         return None
@@ -79,6 +85,7 @@ class OneHost(Rendezvous):
 
     def next_round(self) -> Round:
         self._path = self._store.renew()
+        self._ends.begin()
         # Not served: a script that connects to MASTER_PORT by itself must also listen there.
         return Round(0, 1, 0, self._nproc, LOOPBACK, self._port.number, is_served=False)
 
@@ -90,11 +97,13 @@ class OneHost(Rendezvous):
 
     def prepare(self, environ: MutableMapping[str, str]) -> None:
         environ[RUN_STORE] = self._path
+        environ[ENDS] = self._ends.path
         _listen_on(LOOPBACK, environ)
 
     def leave(self, words: str) -> str:
         self._store.close()
         self._port.close()
+        self._ends.close()
         return ""
 
 
@@ -134,6 +143,7 @@ class ManyHosts(Rendezvous):
         if self._company is None:
             # Not earlier: signal handlers are in place now, and this may take long.
             self._company = meet(self._invitation, *self._start, MEETING_S)
+        self._ends.begin()
         place = self._company.join(MEETING_S)
         store = HostsStore(self._company, f"{place.round}/")
         self._round = store, place.rank, place.hosts
@@ -156,10 +166,12 @@ class ManyHosts(Rendezvous):
             store.wait([f"ended/{other}" for other in range(hosts)], _ENDING_S)
 
     def prepare(self, environ: MutableMapping[str, str]) -> None:
+        environ[ENDS] = self._ends.path
         if self._company is not None:
             _listen_on(self._company.address, environ)
 
     def leave(self, words: str) -> str:
+        self._ends.close()
         if self._company is None:
             return ""
         # Workers here may have failed only because others did: ask before saying so.

@@ -154,6 +154,9 @@ class _Point(NamedTuple):
 def _answer(run: _Point, torchs: Callable[..., Any]) -> Callable[..., Iterator[tuple[dist.Store, int, int]]]:
     import torch.distributed as dist
 
+    from phalanx.comm.failure.arrivals import Arrivals
+    from phalanx.launch.records.ends import ends_known_to
+
     def handler(url: str, timeout: timedelta | None = None, **options: Any) -> Iterator[tuple[dist.Store, int, int]]:
         asked = urlparse(url)
         query = parse_qs(asked.query)
@@ -169,7 +172,14 @@ def _answer(run: _Point, torchs: Callable[..., Any]) -> Callable[..., Iterator[t
         # Groups that follow each other at one place, as after `destroy_process_group`, must not read each other's
         # keys. Every rank of a world joins it equally often, so that each knows the number without asking.
         _joined[point] += 1
-        yield dist.PrefixStore(f"{host}:{port}/{world}/{_joined[point]}", store), int(rank), point.world
+        ours = dist.PrefixStore(f"{host}:{port}/{world}/{_joined[point]}", store)
+        if (rank, point.world) == (os.environ.get("RANK"), run.world):
+            limit: timedelta = store.timeout  # type: ignore[attr-defined]  # missing in torch's stubs
+            # Before anybody makes a group, which would wait for a rank that has ended until the time limit.
+            arrivals = Arrivals(ours, (int(rank), run.world), limit.total_seconds(), ends_known_to(os.environ))
+            arrivals.wait()
+            arrivals.met()  # what comes after is another's to watch
+        yield ours, int(rank), point.world
         raise RuntimeError(f"{url}: a process can meet the others once per start")
 
     return handler

@@ -5,6 +5,9 @@ from __future__ import annotations
 AGENT_PID = "PHALANX_AGENT_PID"
 """The process id of the launcher that started this worker."""
 
+ENDS = "PHALANX_ENDS"
+"""The path of the list of workers of this host that have ended (`records.ends`)."""
+
 RUN_STORE = "PHALANX_RUN_STORE"
 """The path of the run's store. Useless to whoever may not look into the launcher."""
 

@@ -28,10 +28,11 @@ from phalanx.comm.failure.interruption import Interruption
 from phalanx.comm.memory.heap import keep_freed_memory
 from phalanx.data.loader import Loader
 from phalanx.data.values import Exchange, FirstOnly
-from phalanx.errors import ArgumentTypeError, ConfigError, MismatchError, PeerFailure
+from phalanx.errors import ArgumentTypeError, ConfigError, MismatchError
 from phalanx.launch.elastic.group import make_group
 from phalanx.launch.elastic.member import Formed, Member
 from phalanx.launch.environment import Environment, detect
+from phalanx.launch.joining import join
 from phalanx.launch.resources import threads_for as threads_for
 from phalanx.launch.variables import TRACE_DIRECTORY as TRACE_DIRECTORY
 from phalanx.observe import trace
@@ -68,6 +69,7 @@ class Worker:
     def part(self) -> None:
         """Leave the group in order to join another one; whoever waits for this rank there is told so by the transport."""
         if dist.is_initialized():
+            _say_that_it_leaves()
             gloo_threads.rest()
             # Wrappers hold the group until they have another one, and with it connections by which nobody would be told.
             gloo_threads.cut()
@@ -230,7 +232,7 @@ def init(
         environment, chosen = _adopt(environment, backend)
     else:
         _check_usable(environment, chosen)
-        _join(environment, chosen, timeout_s)
+        _join(environment, chosen, place, timeout_s)
     if trace.recorder is None and os.environ.get(TRACE_DIRECTORY):
         trace.start(os.environ[TRACE_DIRECTORY], environment.rank, environment.world)
     _worker = Worker(environment, place, chosen, timeout_s)
@@ -295,7 +297,15 @@ def leave() -> None:
     On a device the last step is judged here, while the ranks can still tell each other what was wrong with it: raises
     MismatchError or ReductionError if its gradients did not belong together, after having left.
     """
+    _say_that_it_leaves()
     _leave(verifies=True)
+
+
+def _say_that_it_leaves() -> None:
+    # A forked child does not speak for its parent.
+    is_inherited = _worker is not None and _worker.pid != os.getpid()
+    if dist.is_initialized() and dist.group.WORLD is not None and not is_inherited:
+        board_of(dist.group.WORLD).leave()
 
 
 def _leave_at_exit() -> None:
@@ -321,7 +331,7 @@ def _leave(verifies: bool) -> None:
         dist.destroy_process_group()
 
 
-def _join(environment: Environment, backend: str, timeout_s: float | None) -> None:
+def _join(environment: Environment, backend: str, device: torch.device, timeout_s: float | None) -> None:
     timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
     if environment.host is None:
         store = dist.HashStore()
@@ -329,18 +339,7 @@ def _join(environment: Environment, backend: str, timeout_s: float | None) -> No
     else:
         os.environ.setdefault("MASTER_ADDR", environment.host)
         os.environ.setdefault("MASTER_PORT", str(environment.port))
-        try:
-            dist.init_process_group(backend, rank=environment.rank, world_size=environment.world, timeout=timeout)
-        except dist.DistNetworkError as error:
-            if environment.rank == 0:
-                raise  # it is the one who could not serve
-            # A rank that joined and died at once has said nothing yet, and torch's error names nobody.
-            raise PeerFailure(
-                f"rank {environment.rank}: the store at {environment.host}:{environment.port} cannot be reached, or was "
-                "lost while the group was made. Where no launcher serves it, rank 0 does, and has not started or has ended. "
-                f"Look at its log. ({error})",
-                [0],
-            ) from error
+        join(environment, backend, timeout, device.type == "cpu")
     # From now on the others hear of this process's last words, if it ends by an exception.
     if dist.group.WORLD is not None:
         board_of(dist.group.WORLD)

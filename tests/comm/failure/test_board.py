@@ -39,7 +39,7 @@ def _notes(rank: int, world: int) -> None:
     for number in range(3):
         said = board.exchange("lunch", f"{rank} says {number}", wait_s=5)
         assert said == {other: f"{other} says {number}" for other in range(world)}, "answers of the last time"
-        assert board.roll_call(wait_s=5) == ()
+        assert board.roll_call("here", wait_s=5).missing == ()
     assert store.timeout == limit, "the store is not ours alone"
     board._store = counting = Counting(board._store)
     assert board.failures() == [] and counting.num_calls == 1
@@ -64,7 +64,8 @@ def _wait_for_one(rank: int, world: int, backend: str) -> list[str]:
     watch.say = waiter.say = said.append
     try:
         collectives = collectives_for(dist.group.WORLD)  # type: ignore[arg-type]
-        collectives.wait(collectives.all_reduce(torch.ones(3)), "warming up")
+        for _ in range(2):  # one after the other has to be known too
+            collectives.wait(collectives.all_reduce(torch.ones(3)), "warming up")
         if rank == 1:
             time.sleep(4.5)
         collectives.wait(collectives.all_reduce(torch.ones(3)), "adding three ones")
@@ -81,6 +82,17 @@ def test_waiting_is_said_once_with_who_waits_for_whom(backend: str) -> None:
         assert len(lines[rank]) == 1, lines[rank]
         assert f"rank {rank} waits for rank 1" in lines[rank][0], lines[rank]
         assert ("adding three ones" if backend == "gloo" else "all_reduce") in lines[rank][0]
+
+
+def _wait_apart(rank: int, world: int) -> str:
+    collectives = collectives_for(dist.group.WORLD)  # type: ignore[arg-type]
+    return str(collectives.explain(RuntimeError("Timed out"), f"place {rank}"))
+
+
+def test_at_the_time_limit_it_is_said_where_each_rank_was() -> None:
+    for rank, text in enumerate(run_ranks(3, _wait_apart, backend="gloo")):
+        assert text.startswith(f"rank {rank}: place {rank}: the ranks wait for each other at different points"), text
+        assert "rank 0 was at place 0; rank 1 was at place 1; rank 2 was at place 2" in text
 
 
 def _disagree(rank: int, world: int) -> str:

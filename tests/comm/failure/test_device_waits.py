@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 
-from phalanx.comm.failure.board import Failure, FailureBoard
+from phalanx.comm.failure.board import Failure, FailureBoard, Roll
 from phalanx.comm.failure.waiter import Waiter
 from phalanx.comm.work import StreamWork, started
 from phalanx.errors import CollectiveTimeout, PeerFailure
@@ -22,7 +22,7 @@ def board(timeout_s: float = 30.0, alarmed: bool = False, posted: list[Failure] 
     made.rank, made.world, made.timeout_s = 1, 4, timeout_s
     made.is_alarmed.return_value = alarmed
     made.failures.return_value = posted or []
-    made.roll_call.return_value = missing
+    made.roll_call.return_value = Roll(tuple(missing), {})
     made.waits.return_value = {}
     made.interruption.return_value = None
     return made

@@ -6,8 +6,10 @@
 
 Two ways. Where a transport compares the arguments of every collective (shared memory), an agreement is a collective like
 any other. Elsewhere (gloo, nccl) it goes through the group's store, because such a transport must not be given calls that
-do not fit together: gloo ends the process when a message is longer than what is expected. For the same reason the first
-collective of each kind and size is agreed upon before it starts; later ones of the same kind cost a look into a set.
+do not fit together: gloo ends the process when a message is longer than what is expected. For the same reason a collective
+is agreed upon before it starts if one of its kind and size has not followed the one before it yet; training repeats
+itself, so that later ones cost a look into a set. A rank that comes to known collectives in another order comes to a pair
+that nobody has agreed upon, asks, and has sent nothing.
 
 A rank that changed something alone asks for an agreement to which nobody comes. It is found out by the counts: who has
 launched more than this rank had when it asked, without having agreed as often, has passed by.
@@ -33,7 +35,10 @@ Settings = Mapping[str, str]
 # Given what was waited for, and whether the time limit has passed: the error to raise.
 Fail = Callable[[str, bool], CommunicationError]
 
-_MOST_KINDS = 512  # of collectives; a program that uses more does not repeat itself, and is not held up each time
+_MOST_PAIRS = 1024  # of collectives in a row; a program that has more does not repeat itself, and is not held up each time
+Kind = tuple[str, int, torch.dtype | None, int]
+"""Of a collective: the verb, how many elements of which dtype (0 and None: any), and the root or -1."""
+
 _FIRST_POLL_S = 0.0002
 _LONGEST_POLL_S = 0.02
 _LOOK_S = 1.0
@@ -53,7 +58,10 @@ def differences(texts: Sequence[bytes]) -> str:
     """What differs, and which ranks have what; `texts` as made by `encode`, in the order of ranks."""
     occasions, settings = zip(*(json.loads(text) for text in texts), strict=True)
     if len(set(occasions)) > 1:
-        return f"the ranks are not at the same point: {_by_value(occasions)}"
+        # What is known by one name is shown by its value: the next collective says little, a barrier more.
+        single = [f" ({' '.join(said.values())})" if len(said) == 1 else "" for said in settings]
+        points = [occasion + value for occasion, value in zip(occasions, single, strict=True)]
+        return f"the ranks are not at the same point: {_by_value(points)}"
     names = sorted({name for said in settings for name in said}, key=lambda name: (len(name), name))
     differing = [name for name in names if len({said.get(name) for said in settings}) > 1]
     told = [f"{name} is {_by_value([said.get(name, 'missing') for said in settings])}" for name in differing[:5]]
@@ -78,13 +86,21 @@ def disagreement(rank: int, texts: Sequence[bytes]) -> MismatchError:
     return MismatchError(f"rank {rank}: {differences(texts)}. Give every rank the same arguments, at the same point.")
 
 
+def _in_words(kind: Kind) -> str:
+    verb, numel, dtype, root = kind
+    if dtype is None:
+        return verb if not numel else f"{verb} ({numel})"
+    return f"{verb} of {numel} x {str(dtype).removeprefix('torch.')}{'' if root < 0 else f' from rank {root}'}"
+
+
 class StoreAgreement:
     """The agreements of one group whose transport compares nothing by itself. One per group and process."""
 
     def __init__(self, board: FailureBoard) -> None:
         self._of = weakref.ref(board)  # which keeps this alive
         self._store = board.store_for("agreements")
-        self._kinds: set[tuple[str, int, torch.dtype, int]] = set()
+        self._pairs: set[tuple[Kind | None, Kind]] = set()
+        self._last: Kind | None = None
 
     @property
     def _board(self) -> FailureBoard:
@@ -93,12 +109,17 @@ class StoreAgreement:
         return board
 
     def launches(self, verb: str, tensor: torch.Tensor, root: int, fail: Fail) -> None:
-        """A collective is about to start; the first of its kind is compared with what the others start."""
-        kind = (verb, tensor.numel(), tensor.dtype, root)
-        if kind not in self._kinds and len(self._kinds) < _MOST_KINDS:
-            words = f"{verb} of {tensor.numel()} x {str(tensor.dtype).removeprefix('torch.')}"
-            self.agree("the next collective", {"what to start": words if root < 0 else f"{words} from rank {root}"}, fail)
-            self._kinds.add(kind)
+        """A collective is about to start; compared with the others' if its kind has not followed the last one's."""
+        self.comes_to((verb, tensor.numel(), tensor.dtype, root), fail)
+
+    def comes_to(self, kind: Kind, fail: Fail) -> None:
+        """The same, of what has no tensor."""
+        pair = (self._last, kind)
+        if pair not in self._pairs and len(self._pairs) < _MOST_PAIRS:
+            words = f"what to start is {_in_words(kind)}{'' if self._last is None else f', after {_in_words(self._last)}'}"
+            self.agree("the next collective", {"what to start": _in_words(kind)}, fail, words)
+            self._pairs.add(pair)
+        self._last = kind
         # Not before: whoever passes by an agreement is found out by having launched more.
         self._board.launched += 1
 
@@ -148,7 +169,7 @@ class StoreAgreement:
             if wait.launched > self._board.launched and wait.agreed < self._board.agreed:
                 error = MismatchError(
                     f"rank {self._board.rank}: this rank is at {where}, and rank {rank} has passed by: it waits at "
-                    f"{wait.where}. Change settings on every rank, at the same point."
+                    f"{wait.where}. Do the same, in the same order, on every rank."
                 )
                 # The other rank waits for a collective that this one will not join.
                 self._board.post_error(error)

@@ -10,7 +10,7 @@ failed call the roll. On the healthy path nothing is written but, once, which pr
 | `alarm/N` | a rank whose collective failed, the N-th time | the same |
 | `OCCASION/N/RANK` | every rank, at the N-th exchange of that kind | every rank |
 | `waits/RANK` | a rank that has waited for seconds | ranks that wait as well |
-| `process/RANK` | every rank, when its board is made | ranks that wait for it in the store |
+| `process/RANK` | every rank, when its board is made and when it leaves | ranks that wait for it in the store |
 | `knows/RANK` | a rank that has found out what is wrong | the rank that serves the store, before it ends |
 
 Must not know of steps, buckets or parameters beyond the text it is given.
@@ -58,6 +58,15 @@ class Failure:
     message: str
 
 
+@dataclass(frozen=True, slots=True)
+class Roll:
+    """What came of a roll call."""
+
+    missing: tuple[int, ...]
+    places: dict[int, str]
+    """Where those who answered are, in their words."""
+
+
 class FailureBoard:
     """The notes of one process group. Every call is bounded in time and raises nothing of the store's.
 
@@ -85,7 +94,6 @@ class FailureBoard:
         self._knows = False
         self._gone: set[int] = set()  # ranks for which nobody need wait any more
         self._process = identity()
-        self._others: dict[int, dict[str, str]] = {}  # which processes the other ranks are; read once
         if self.reaches_others and self.world > 1:
             with contextlib.suppress(RuntimeError, OSError):
                 self._store.set(f"process/{self.rank}", json.dumps(self._process))
@@ -159,12 +167,16 @@ class FailureBoard:
         return {}
 
     def ended(self, ranks: Collection[int]) -> list[int]:
-        """Those of `ranks` whose processes are known to have ended: of this host, and with a board of this group."""
+        """Those of `ranks` that have left the group, or whose processes of this host are known to have ended."""
+        found = []
         with contextlib.suppress(RuntimeError, OSError):
             for rank in ranks:
-                if rank not in self._others and self._store.check([f"process/{rank}"]):
-                    self._others[rank] = json.loads(self._store.get(f"process/{rank}"))
-        return [rank for rank in ranks if rank in self._others and has_ended(self._others[rank], self._process["host"])]
+                # Read each time: a rank that leaves says so in the same place.
+                if self._store.check([f"process/{rank}"]):
+                    process = json.loads(self._store.get(f"process/{rank}"))
+                    if process.get("left") or has_ended(process, self._process["host"]):
+                        found.append(rank)
+        return found
 
     def _written(self, kind: str) -> dict[int, str]:
         others = [rank for rank in range(self.world) if rank != self.rank]
@@ -217,15 +229,15 @@ class FailureBoard:
             return {self.rank: text}
         return said
 
-    def roll_call(self, wait_s: float) -> tuple[int, ...]:
-        """The ranks that did not answer within `wait_s`; all others call it too.
+    def roll_call(self, where: str, wait_s: float) -> Roll:
+        """Who answers within `wait_s`, and where each of them is; all others call it too.
 
         Where the store itself is gone, only its host (rank 0) is known to be missing.
         """
-        said = self.exchange("alive", "1", wait_s)
+        said = self.exchange("alive", where, wait_s)
         if len(said) == 1 and self.world > 2 and not self._reachable():
-            return (0,)
-        return tuple(rank for rank in range(self.world) if rank not in said)
+            return Roll((0,), said)
+        return Roll(tuple(rank for rank in range(self.world) if rank not in said), said)
 
     def _reachable(self) -> bool:
         try:
@@ -252,6 +264,14 @@ class FailureBoard:
             self._knows = True
             with contextlib.suppress(RuntimeError, OSError):
                 self._store.set(f"knows/{self.rank}", "1")
+
+    def leave(self) -> None:
+        """This rank leaves the group and may live on: whoever waits for it in the store is not told by a connection."""
+        # A store of rank 0's may have ended before; to ask it is a word of c10d's on stderr for nothing.
+        may_be_gone = isinstance(self._innermost, dist.TCPStore) and self.rank and not launcher_serves_store()
+        if self.reaches_others and self.world > 1 and not may_be_gone:
+            with contextlib.suppress(RuntimeError, OSError):
+                self._store.set(f"process/{self.rank}", json.dumps({**self._process, "left": True}))
 
     def give_up_on(self, ranks: Collection[int]) -> None:
         """Nobody will hear of these ranks any more, nor they of anything."""

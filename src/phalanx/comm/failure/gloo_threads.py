@@ -24,6 +24,7 @@ import re
 import socket
 import stat
 import sys
+import threading
 import time
 from collections.abc import Iterator
 
@@ -114,8 +115,17 @@ def rest(limit_s: float = _LIMIT_S) -> bool:
     return True
 
 
+# Threads that are in a call of gloo's which nobody waits for any more, such as one that connects to a rank that has ended.
+_left_behind: list[threading.Thread] = []
+
+
+def leave_behind(thread: threading.Thread) -> None:
+    """Nobody waits for this thread any more; like gloo's own, it must not come back to an interpreter that ends."""
+    _left_behind.append(thread)
+
+
 def _rest_at_exit() -> None:
-    if rest():
+    if rest() and not any(thread.is_alive() for thread in _left_behind):
         return
     # Taken down now, the interpreter may abort. Of an exception the exit code is known; of sys.exit() it is not.
     if last_words.has_ended_by_exception():

@@ -36,3 +36,31 @@ def began(pid: int) -> str:
 def has_ended(process: Mapping[str, Any], host: str) -> bool:
     """Whether the process of an `identity` is known to have ended, to one on `host`. Of another host nothing is known."""
     return process["host"] == host and bool(process["began"]) and began(process["pid"]) != process["began"]
+
+
+def parent_of(pid: int) -> int:
+    """The process that a process is a child of; 0 if that cannot be seen."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0
+
+
+def children_of(pid: int) -> list[int]:
+    """The children of a process, zombies too."""
+    found: list[int] = []
+    try:
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            found += map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split())
+    except OSError:
+        pass  # it has ended, or is another user's
+    return found
+
+
+def environ_of(pid: int) -> dict[str, str]:
+    """The environment that a process was started with; empty if that cannot be seen."""
+    try:
+        entries = os.fsdecode(Path(f"/proc/{pid}/environ").read_bytes()).split("\0")
+    except OSError:
+        return {}
+    return dict(entry.split("=", 1) for entry in entries if "=" in entry)

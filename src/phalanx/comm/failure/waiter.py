@@ -173,7 +173,7 @@ class Waiter:
         self.board.raise_alarm()
         posted = self.board.failures()
         # Whoever posted its error first is at fault; the roll is called only if nobody did.
-        missing = () if posted else self.board.roll_call(_ROLL_CALL_S)
+        roll = None if posted else self.board.roll_call(where, _ROLL_CALL_S)
         # Again: a rank may have posted while the roll was called.
         posted = posted or self.board.failures()
         if posted:
@@ -182,8 +182,15 @@ class Waiter:
         if (told := self.board.interruption()) is not None:
             return type(told)(f"{me}: {told}", told.ranks)
         words = " ".join(str(error).split())
-        if not missing:
+        if roll is None or not roll.missing:
+            places = {} if roll is None else roll.places
+            if len(set(places.values())) > 1:
+                return CommunicationError(
+                    f"{me}: the ranks wait for each other at different points: {at_work(places)}. Do the same, in the same "
+                    f"order and equally often, on every rank. ({words})"
+                )
             return CommunicationError(f"{me}: the collective failed though every rank answers: {words}")
+        missing = roll.missing
         who = _listed(missing)
         if timed_out:
             return CollectiveTimeout(

@@ -41,6 +41,7 @@ from .devices import DeviceBackends
 from .direct import ShmCollectives
 from .lane import Lane
 from .lifetime import close_at_exit
+from .members import agree_on_members, forget_members
 
 _SMALL_BYTES = 1024
 _MOST_RECENT = 32
@@ -65,8 +66,11 @@ class PhalanxProcessGroup(dist.ProcessGroup):
         # The constructor with a store cannot be used by a subclass; see `get_group_store`.
         super().__init__(rank, world)  # type: ignore[call-arg]
         self._store = store
+        # First of all: gloo, below, would wait for ranks that are in no such group.
+        agree_on_members(store, global_ranks[rank], global_ranks, timeout)
         self._others = DeviceBackends(self, store, rank, world, timeout)
         operations = connect(dist.PrefixStore("phalanx", store), rank, world, global_ranks, timeout)
+        forget_members(store, global_ranks[rank])
         others = self._others  # not `self`, which the finalizer below is to outlive
         self.lane = Lane(operations, lambda: others.timeout)
         # Works that Python drops while C++ holds them, as torch's wrapper does in join(): with its Python half gone, a work

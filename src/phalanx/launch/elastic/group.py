@@ -15,6 +15,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from phalanx.comm.failure import gloo_threads
 from phalanx.comm.failure.interruption import InterruptibleStore, Interruption
 from phalanx.comm.failure.log_store import LogStore
 from phalanx.launch.store import open_store
@@ -85,6 +86,7 @@ def _give_up(thread: threading.Thread) -> None:
     # Not documented in Python's own library, but in its C API. Before the thread could make the group, which it may still
     # get from C++, the default one of this process: by then there may be another.
     assert thread.ident is not None, "it was started"
+    gloo_threads.leave_behind(thread)
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(_GivenUp))
 
 

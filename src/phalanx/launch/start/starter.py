@@ -140,7 +140,9 @@ class Starter:
                 self.fault = f"it cannot be reached: {error}"
             if answer is None:
                 self.fault = self.fault or "it ended, or did not answer in time"
-                self._end_half_started(known)
+                self._child.kill_alone()
+            if answer is None or "pid" not in answer:
+                _end_half_started(known)
         if answer is None or "pid" not in answer:
             raise StarterGone(self.fault or f"the system refused to fork: {answer and answer.get('refused')}")
         return self._adopted(int(answer["pid"]))
@@ -196,9 +198,15 @@ class Starter:
         answer: dict[str, Any] | None = json.loads(data) if data else None
         return answer
 
-    def _end_half_started(self, known: set[int]) -> None:
-        """It fell silent in the middle: end it, and a worker that it may have forked without telling."""
-        self._child.kill_alone()
+
+def _end_half_started(known: set[int]) -> None:
+    """A start failed in the middle: end a worker that was forked all the same, without our having been told.
+
+    The process between may have been killed after it forked the worker and before it said so. That worker is our child
+    now, and would train beside the one that is started in its place, and hold the logs open for ever.
+    """
+    # Twice: if it is the process between that is ended here, its worker becomes our child after that.
+    for _ in range(2):
         for pid in child_pids() - known:
             Child(pid).kill()
 

@@ -90,6 +90,7 @@ class Supervisor:
         while True:
             self._team.wait(_LOOK_S)
             for local_rank, exitcode in self._team.newly_ended().items():
+                self._rendezvous.note_end(self.first_rank + local_rank, exitcode)
                 decision = self._policy.hear(Ended(local_rank, exitcode))
                 if decision is Decision.REPLACE:
                     self._start([local_rank])

@@ -1,0 +1,100 @@
+"""The same things done in another order, or not equally often, on one rank: every collective of them is known to all.
+
+As in `rows`: rank 1 is the odd one, and every row must raise on all ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import phalanx
+from phalanx.data.loader import Loader
+from phalanx.data.values import Exchange
+from tests.mismatch.rows import Odd, Row, backward, wrap, zero
+
+
+def sizes_in_another_order(world: Odd) -> None:
+    """Two models of other sizes: gathers that do not fit together, each of which is known to every rank."""
+    first, second = wrap(), phalanx.DistributedDataParallel(nn.Linear(8, 300))
+    optimizers = [zero(one.parameters()) for one in (first, second)]
+
+    def train(order: list[Any]) -> None:
+        backward(first)
+        backward(second)
+        for optimizer in order:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    for _ in range(3):
+        train(optimizers)
+    world.settled(nn.ModuleList([first.module, second.module]))
+    train(world.pick(optimizers, optimizers[::-1]))
+
+
+def wrappers_in_another_order(world: Odd) -> None:
+    """Two models of other sizes, whose backwards come the other way round on one rank."""
+    pair = [wrap(), phalanx.DistributedDataParallel(nn.Linear(8, 300))]
+    for _ in range(4):
+        for one in pair:
+            backward(one)
+    world.settled(nn.ModuleList([one.module for one in pair]))
+    for one in world.pick(pair, pair[::-1]):
+        backward(one)
+
+
+def _exchange(world: Odd) -> Exchange:
+    return Exchange(world.rank, world.num_ranks, torch.device("cpu"))
+
+
+def unsynchronised(world: Odd) -> None:
+    """One backward of the odd rank is not reduced, so that it comes to the end of the epoch when the others do not."""
+    wrapped = wrap()
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+    world.settled(nn.Module())
+    for step in range(6):
+        with wrapped.no_sync() if world.odd and step == 3 else contextlib.nullcontext():
+            backward(wrapped)
+        optimizer.step()
+        optimizer.zero_grad()
+    _exchange(world).barrier()
+
+
+def never_synchronised(world: Odd) -> None:
+    wrapped = wrap()
+    world.settled(wrapped)
+    with wrapped.no_sync() if world.odd else contextlib.nullcontext():
+        backward(wrapped)
+    _exchange(world).barrier()
+
+
+def loaders_in_another_order(world: Odd) -> None:
+    """Training and evaluation the other way round."""
+    wrapped, exchange = wrap(), _exchange(world)
+    data = DataLoader(TensorDataset(torch.ones(24, 8)), batch_size=2)
+    training, evaluation = (Loader(data, exchange, exchange.device, one) for one in (wrapped, None))
+    world.settled(wrapped)
+    for loader in world.pick([training, evaluation], [evaluation, training]):
+        for (inputs,) in loader:
+            if loader is training:
+                wrapped(inputs).sum().backward()
+            else:
+                exchange.mean(inputs.sum())
+
+
+# On gloo a collective stays under way until its time limit.
+PASSED_BY = {"optimizers of other sizes", "wrappers of other sizes", "no_sync once"}
+# The shards of a rank that came first are updated when their gather waits in vain.
+APPLIED = {"optimizers of other sizes"}
+
+ROWS: dict[str, tuple[Row, str]] = {
+    "optimizers of other sizes": (sizes_in_another_order, "all_gather of"),
+    "wrappers of other sizes": (wrappers_in_another_order, "all_reduce of"),
+    "no_sync once": (unsynchronised, "barrier"),
+    "no_sync at the first": (never_synchronised, ""),
+    "order of loaders": (loaders_in_another_order, ""),
+}
