@@ -29,7 +29,7 @@ import torch
 from ...errors import CommunicationError, MismatchError, PhalanxError
 from .answering import SilentStoreError
 from .board import FailureBoard
-from .waiter import Patience
+from .waiter import LongWait
 
 Settings = Mapping[str, str]
 # Given what was waited for, and whether the time limit has passed: the error to raise.
@@ -145,26 +145,24 @@ class StoreAgreement:
         world, rank = self._board.world, self._board.rank
         keys = [f"{key}/{other}" for other in range(world)]
         self._store.set(keys[rank], mine.decode())
-        pause_s, looked, patience = _FIRST_POLL_S, time.monotonic(), None
-        # Asked again and again rather than waited for: nobody could interrupt a wait in the store.
-        while not self._store.check(keys):
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_POLL_S)
-            if time.monotonic() - looked < _LOOK_S:
-                continue
-            looked = time.monotonic()
-            patience = patience or Patience(self._board, where)
-            self._look_around(patience, where, fail)
-            self._look_for_ended(keys, where, fail)
-        if patience is not None:
-            patience.end()
+        pause_s, looked = _FIRST_POLL_S, time.monotonic()
+        with LongWait(self._board, where) as wait:
+            # Asked again and again rather than waited for: nobody could interrupt a wait in the store.
+            while not self._store.check(keys):
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, _LONGEST_POLL_S)
+                if time.monotonic() - looked < _LOOK_S:
+                    continue
+                looked = time.monotonic()
+                self._look_around(wait, where, fail)
+                self._look_for_ended(keys, where, fail)
         return [bytes(value) for value in self._store.multi_get(keys)]
 
-    def _look_around(self, patience: Patience, where: str, fail: Fail) -> None:
-        silent = patience.seconds > self._board.timeout_s
+    def _look_around(self, mine: LongWait, where: str, fail: Fail) -> None:
+        silent = mine.seconds > self._board.timeout_s
         if silent or self._board.is_alarmed():
             raise fail(where, silent)
-        patience.look()
+        mine.look()
         for rank, wait in self._board.waits().items():
             if wait.launched > self._board.launched and wait.agreed < self._board.agreed:
                 error = MismatchError(

@@ -35,23 +35,37 @@ def say(line: str) -> None:
     sys.stderr.flush()
 
 
-class Patience:
-    """One wait of one rank: after some seconds it is noted for the others, after ten it is said aloud, then rarely."""
+class LongWait:
+    """One wait of one rank: after some seconds it is noted for the others, after ten it is said aloud, then rarely.
+
+    A context around the wait. A note that outlived it would let others think that this rank has passed by their agreement.
+    """
+
+    __slots__ = ("_board", "_is_noted", "_waiting", "_where")
 
     def __init__(self, board: FailureBoard, where: str) -> None:
         self._board = board
         self._where = where
-        self._waiting = Waiting(say)
+        self._waiting: Waiting | None = None  # most waits are over before anybody looks
         self._is_noted = False
+
+    def __enter__(self) -> LongWait:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._is_noted:
+            self._board.forget_wait()
 
     @property
     def seconds(self) -> float:
-        """How long the wait has lasted."""
+        """How long the wait has lasted since somebody first asked."""
+        self._waiting = self._waiting or Waiting(say)
         return self._waiting.seconds
 
     def look(self) -> None:
         """Called about once a second while waiting."""
-        if self.seconds >= _NOTE_S and not self._is_noted:
+        self._waiting = self._waiting or Waiting(say)
+        if self._waiting.seconds >= _NOTE_S and not self._is_noted:
             self._is_noted = True
             self._board.note_wait(self._where)
         self._waiting.look(self._words)
@@ -64,11 +78,6 @@ class Patience:
         # Those who wait as well have said so by now: the others do something else, or are no more.
         who = f"for rank {_listed(absent)}" if absent else "and so do all others"
         return f"rank {self._board.rank} waits {who}, at {self._where}{f' ({elsewhere})' if elsewhere else ''}"
-
-    def end(self) -> None:
-        """The wait is over, whatever came of it."""
-        if self._is_noted:
-            self._board.forget_wait()
 
 
 class Waiter:
@@ -90,52 +99,43 @@ class Waiter:
             except MismatchError as error:
                 raise self.mismatch(error, where) from error
             return
-        patience: Patience | None = None
-        while True:
-            try:
-                work.wait(_SLICE)
-                break
-            except RuntimeError as error:
-                patience = patience or Patience(self.board, where)
-                # The end of a slice looks like any other error; only the work itself knows which it was.
-                silent = patience.seconds > self.board.timeout_s
-                if work.is_completed():
-                    raise self.explain(error, where, silent or _is_timeout(error)) from error
-                if silent or self.board.is_alarmed():
-                    raise self.explain(error, where, silent) from error
-                patience.look()
-        if patience is not None:
-            patience.end()
+        with LongWait(self.board, where) as wait:
+            while True:
+                try:
+                    work.wait(_SLICE)
+                    return
+                except RuntimeError as error:
+                    # The end of a slice looks like any other error; only the work itself knows which it was.
+                    silent = wait.seconds > self.board.timeout_s
+                    if work.is_completed():
+                        raise self.explain(error, where, silent or _is_timeout(error)) from error
+                    if silent or self.board.is_alarmed():
+                        raise self.explain(error, where, silent) from error
+                    wait.look()
 
     def wait_until(self, is_done: Callable[[], bool], where: str) -> None:
         """Return when `is_done` says so, as of an event on a device: no communicator is aborted by waiting for that."""
-        patience: Patience | None = None
         pause_s = _SHORTEST_PAUSE_S
-        while not is_done():
-            patience = patience or Patience(self.board, where)
-            silent = patience.seconds > self.board.timeout_s
-            if silent or (pause_s >= _LONGEST_PAUSE_S and self.board.is_alarmed()):
-                raise self.explain(TimeoutError("the device did not come to it"), where, silent)
-            patience.look()
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-        if patience is not None:
-            patience.end()
+        with LongWait(self.board, where) as wait:
+            while not is_done():
+                silent = wait.seconds > self.board.timeout_s
+                if silent or (pause_s >= _LONGEST_PAUSE_S and self.board.is_alarmed()):
+                    raise self.explain(TimeoutError("the device did not come to it"), where, silent)
+                wait.look()
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     def wait_future(self, future: torch.futures.Future[Any], where: str) -> Any:
         """The future's value; its failure is explained as a collective's is."""
         # Not `future.wait`, which has no time limit: a hook's future may depend on a rank that died.
         finished = threading.Event()
         future.add_done_callback(lambda _: finished.set())
-        patience: Patience | None = None
-        while not finished.wait(_SLICE.total_seconds()):
-            patience = patience or Patience(self.board, where)
-            silent = patience.seconds > self.board.timeout_s
-            if silent or self.board.is_alarmed():
-                raise self.explain(TimeoutError("the future never completed"), where, silent)
-            patience.look()
-        if patience is not None:
-            patience.end()
+        with LongWait(self.board, where) as wait:
+            while not finished.wait(_SLICE.total_seconds()):
+                silent = wait.seconds > self.board.timeout_s
+                if silent or self.board.is_alarmed():
+                    raise self.explain(TimeoutError("the future never completed"), where, silent)
+                wait.look()
         try:
             # Done, so it does not block; but unlike `value` it orders the current stream after what the future stands for.
             return future.wait()
