@@ -11,7 +11,8 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -81,14 +82,8 @@ class Waiter:
     def wait(self, work: Work, where: str) -> None:
         """Return when the work is done. Raises CommunicationError naming the rank at fault."""
         if self._names_failures:
-            # The transport wakes up by itself and knows the rank; only where it happened is missing.
-            try:
+            with self.placing(where):
                 work.wait()
-            except CommunicationError as error:
-                self.board.give_up_on(error.ranks)
-                raise type(error)(f"{where}: {error}", error.ranks) from error
-            except MismatchError as error:
-                raise self.mismatch(error, where) from error
             return
         patience: Patience | None = None
         while True:
@@ -106,6 +101,17 @@ class Waiter:
                 patience.look()
         if patience is not None:
             patience.end()
+
+    @contextmanager
+    def placing(self, where: str) -> Iterator[None]:
+        """Around a wait of a transport that wakes up by itself and knows the rank: only where it happened is missing."""
+        try:
+            yield
+        except CommunicationError as error:
+            self.board.give_up_on(error.ranks)
+            raise type(error)(f"{where}: {error}", error.ranks) from error
+        except MismatchError as error:
+            raise self.mismatch(error, where) from error
 
     def wait_until(self, is_done: Callable[[], bool], where: str) -> None:
         """Return when `is_done` says so, as of an event on a device: no communicator is aborted by waiting for that."""
