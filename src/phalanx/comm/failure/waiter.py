@@ -11,8 +11,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -82,8 +81,7 @@ class Waiter:
     def wait(self, work: Work, where: str) -> None:
         """Return when the work is done. Raises CommunicationError naming the rank at fault."""
         if self._names_failures:
-            with self.placing(where):
-                work.wait()
+            self.run(work.wait, where)
             return
         patience: Patience | None = None
         while True:
@@ -102,11 +100,11 @@ class Waiter:
         if patience is not None:
             patience.end()
 
-    @contextmanager
-    def placing(self, where: str) -> Iterator[None]:
-        """Around a wait of a transport that wakes up by itself and knows the rank: only where it happened is missing."""
+    def run(self, wait: Callable[[], Any], where: str) -> None:
+        """A wait of a transport that wakes up by itself and knows the rank: only where it happened is missing."""
+        # Not a context manager: it would leave a frame of the standard library's in every user's traceback.
         try:
-            yield
+            wait()
         except CommunicationError as error:
             self.board.give_up_on(error.ranks)
             raise type(error)(f"{where}: {error}", error.ranks) from error

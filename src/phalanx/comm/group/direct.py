@@ -86,8 +86,7 @@ class ShmCollectives(Collectives):
 
     def _run_now(self, call: Call, where: str) -> None:
         # In this thread. A work that is queued wakes the lane's, which finds it done and has only taken Python's lock.
-        with self._waiter.placing(where):
-            self._lane.submit([call], blocking=True)
+        self._waiter.run(lambda: self._lane.submit([call], blocking=True), where)
 
     def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, scale: float = 1.0) -> Work:
         """Give rank r the r-th equal slice of scale × the sum of `input`."""
