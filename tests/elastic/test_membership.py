@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.launch.elastic.actions import Break, Dismiss, Form, GiveUp, Kill, Pause, Start, Wake
+from phalanx.launch.elastic.actions import Action, Break, Dismiss, Form, GiveUp, Kill, Pause, Start, Wake
 from phalanx.launch.elastic.membership import Limits, Membership, RunState, WorkerState
 from tests.elastic.world import Event, World, check_order
 
@@ -139,6 +139,71 @@ def test_with_too_few_places_left_a_run_waits_for_a_host_to_come() -> None:
     assert machine.arrived(0, 1) == [] and machine.arrived(1, 1) == []
     assert machine.deadline == 101
     assert machine.host_came(1, 3, 50) == [] and (machine.wanted, machine.asked) == (3, 1)
+
+
+def _with_a_host_lost_and_the_only_worker_of_another() -> Membership:
+    """Three hosts with a worker each: host 1 is gone, and worker 2 of host 2. What host 1 had is on host 2."""
+    machine = Membership(Limits(1, 3, 3, meeting_s=10, start_s=100))
+    machine.begin(0)
+    for worker in range(3):
+        machine.started(worker, 0, host=worker)
+    for worker in range(3):
+        machine.arrived(worker, 0)
+    machine.committed(0)
+    machine.host_lost([1], 2, 1, host=1)
+    assert machine.ended(2, False, 1) == [Start(1)]
+    assert machine.arrived(0, 1) == [Form(2, (0,))]
+    return machine
+
+
+def test_a_generation_waits_for_a_worker_of_the_host_that_has_the_rest_of_the_state() -> None:
+    machine = _with_a_host_lost_and_the_only_worker_of_another()
+    assert machine.needs_hosts([2], 2) == [] and machine.needs_hosts([2], 2) == []
+    assert machine.arrived(0, 2) == [Break(2, (0,), 0)], "not formed again without it"
+    assert machine.deadline == 102
+    machine.started(3, 2, host=2)
+    assert machine.arrived(3, 4) == [Form(3, (0, 3))]
+    # Should it be lost at once, the others are free to go on without it.
+    assert machine.ended(3, False, 5) == [Break(3, (0, 3), 3), Start(1)]
+    assert machine.arrived(0, 5) == [Form(4, (0,))]
+
+
+def _is_lost(actions: list[Action]) -> bool:
+    return isinstance(actions[0], GiveUp) and "held the state is lost" in actions[0].why
+
+
+def test_the_wait_for_a_host_ends_with_the_host_with_time_and_with_the_hope_for_a_worker() -> None:
+    assert _is_lost(_with_a_host_lost_and_the_only_worker_of_another().needs_hosts([], 2)), "no such host is there"
+    for end in ("host", "another host", "time", "stillborn"):
+        machine = _with_a_host_lost_and_the_only_worker_of_another()
+        machine.needs_hosts([2], 2)
+        machine.arrived(0, 2)
+        machine.started(3, 2, host=2)
+        match end:
+            case "host":
+                assert _is_lost(machine.host_lost([3], 1, 3, host=2))
+            case "another host":
+                assert machine.host_lost([], 2, 3, host=5) == []
+            case "time":
+                assert machine.tick(101) == [] and _is_lost(machine.tick(102))
+            case "stillborn":
+                assert machine.ended(3, False, 3) == [Start(1)]
+                machine.started(4, 3, host=2)
+                assert machine.ended(4, False, 4) == [Start(1)]
+                machine.started(5, 4, host=2)
+                assert _is_lost(machine.ended(5, False, 5))
+
+
+def test_generations_that_only_found_out_whom_to_wait_for_are_not_counted_as_fruitless() -> None:
+    machine = _with_a_host_lost_and_the_only_worker_of_another()
+    for turn in range(5):
+        machine.needs_hosts([2], 2)
+        machine.arrived(0, 2)
+        machine.started(3 + turn, 2, host=2)
+        machine.arrived(3 + turn, 2)
+        machine.committed(2)
+        assert machine.ended(3 + turn, False, 3)
+        assert machine.arrived(0, 3) == [Form(3 + 2 * turn + 1, (0,))]
 
 
 def test_a_member_without_a_sign_of_life_is_fenced_and_replaced() -> None:

@@ -42,6 +42,20 @@ MUTATIONS = (
         tests=WHAT_IS_FOUND,
     ),
     Mutation(
+        name="hosts: a generation is formed without the host that keeps the rest of the state",
+        file=MEMBERSHIP,
+        old="        self._needed = set(hosts)\n",
+        new="        self._needed = set()\n",
+        tests=PURE,
+    ),
+    Mutation(
+        name="hosts: a host that is gone is waited for, since it keeps the rest of the state",
+        file=MEMBERSHIP,
+        old="        if self._needed and not self._needed - {host}:\n            return self.lost_state()\n",
+        new="",
+        tests=PURE,
+    ),
+    Mutation(
         name="hosts: a slot that is on its way counts as there",
         file=SHIP,
         old="        os.pwrite(self._head, SLOT.pack(VOID, 0, 0, 0), (version % 2) * SLOT.size)\n",

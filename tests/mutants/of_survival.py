@@ -19,8 +19,8 @@ MUTATIONS = (
         file=JOURNAL,
         old="        self._log[: end - begin].copy_(memory[begin:end])\n"
         "        # Not before: a mark without its copy would put back something else.\n"
-        "        self._mark(replace(self.progress, done=piece, is_logged=True))\n",
-        new="        self._mark(replace(self.progress, done=piece, is_logged=True))\n"
+        "        self._mark(self.progress.at(piece, is_logged=True))\n",
+        new="        self._mark(self.progress.at(piece, is_logged=True))\n"
         "        self._log[: end - begin].copy_(memory[begin:end])\n",
         tests=TESTS,
     ),
@@ -28,16 +28,16 @@ MUTATIONS = (
         name="journal: a piece counts as put back before it is",
         file=JOURNAL,
         old="            memory[begin:end].copy_(self._log[: end - begin])\n"
-        "            self._mark(replace(self.progress, is_logged=False))\n",
-        new="            self._mark(replace(self.progress, is_logged=False))\n"
+        "            self._mark(self.progress.at(self.progress.done))\n",
+        new="            self._mark(self.progress.at(self.progress.done))\n"
         "            memory[begin:end].copy_(self._log[: end - begin])\n",
         tests=TESTS,
     ),
     Mutation(
         name="journal: a piece that is being stepped counts as done",
         file=JOURNAL,
-        old="done=piece, is_logged=True))\n",
-        new="done=piece + 1, is_logged=True))\n",
+        old="at(piece, is_logged=True))\n",
+        new="at(piece + 1, is_logged=True))\n",
         tests=TESTS,
     ),
     Mutation(
@@ -64,7 +64,7 @@ MUTATIONS = (
     Mutation(
         name="place: a step begins without a vote",
         file=PLACE,
-        old='        collectives.wait(collectives.all_reduce(refusals), "agreeing',
+        old='        collectives.all_reduce_now(refusals, "agreeing',
         new='        str("agreeing',
         tests=TESTS,
     ),

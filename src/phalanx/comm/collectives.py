@@ -69,6 +69,14 @@ class Collectives(abc.ABC):
         """
         self._waiter.wait(work, where)
 
+    def barrier(self, where: str) -> None:
+        """Return when every rank has come here."""
+        self.all_reduce_now(torch.zeros(1, dtype=torch.float32), where)  # whatever torch's default is
+
+    def all_reduce_now(self, tensor: torch.Tensor, where: str) -> None:
+        """`all_reduce` and `wait` in one, for what is waited for at once, such as a vote."""
+        self.wait(self.all_reduce(tensor), where)
+
     def wait_until(self, is_done: Callable[[], bool], where: str) -> None:
         """Return when `is_done` says so; a rank that died or stays silent is named meanwhile, as in `wait`."""
         self._waiter.wait_until(is_done, where)

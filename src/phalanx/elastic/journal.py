@@ -12,7 +12,6 @@ killed has done all that it did before: the order of marks and copies is all tha
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 
 import torch
 
@@ -63,30 +62,30 @@ class Journal:
                 f"step {now.version} was cut short after {now.done} of {now.num_pieces} pieces, "
                 "by an error that the script went on from. Let errors of optimizer.step() end the training function."
             )
-        self._mark(replace(now, version=version, done=0, is_logged=False))
+        self._mark(now.at(0, False, version))
 
     def protect(self, piece: int, memory: torch.Tensor, bounds: Bounds) -> None:
         """Before a piece is changed: those before it are done, and it can be put back."""
         begin, end = bounds
         self._log[: end - begin].copy_(memory[begin:end])
         # Not before: a mark without its copy would put back something else.
-        self._mark(replace(self.progress, done=piece, is_logged=True))
+        self._mark(self.progress.at(piece, is_logged=True))
 
     def done(self, piece: int) -> None:
         """A piece is what the step makes of it."""
-        self._mark(replace(self.progress, done=piece + 1, is_logged=False))
+        self._mark(self.progress.at(piece + 1))
 
     def undo(self, memory: torch.Tensor, bounds: Bounds) -> None:
         """Put back the piece that may be torn. Whoever is killed in here leaves it to be put back again."""
         if self.progress.is_logged:
             begin, end = bounds
             memory[begin:end].copy_(self._log[: end - begin])
-            self._mark(replace(self.progress, is_logged=False))
+            self._mark(self.progress.at(self.progress.done))
 
     def finish(self) -> None:
         """All pieces are done; those without a gradient are what they were."""
         if not self.progress.is_whole:
-            self._mark(replace(self.progress, done=self.progress.num_pieces, is_logged=False))
+            self._mark(self.progress.at(self.progress.num_pieces))
 
     def _mark(self, progress: Progress) -> None:
         os.pwrite(self._head, progress.pack(), PLACE_AT)

@@ -87,7 +87,11 @@ class _SliceState:
     def _first_stray(self) -> str | None:
         assert self.state is not None, "asked of a slice that has a state"
         get = self.state.get
-        return next((name for name, tensor in self.tensors.items() if get(name, self) is not tensor), None)
+        # A plain loop: this is asked twice per slice and step.
+        for name, tensor in self.tensors.items():
+            if get(name, self) is not tensor:
+                return name
+        return None
 
 
 class Place:
@@ -259,7 +263,7 @@ class Place:
         self._gradients = [None if param.grad is None else (param.grad, param.grad._version) for param in params]
         refusals = torch.tensor([float(not self._can_step(shards))])
         collectives = self._optimizer.sharded.collectives
-        collectives.wait(collectives.all_reduce(refusals), "agreeing that all gradients are there, before a step in place")
+        collectives.all_reduce_now(refusals, "agreeing that all gradients are there, before a step in place")
         if refusals.item() > 0:
             self._num_left += 1
             self._gradients = []
@@ -331,8 +335,7 @@ class Place:
             trace.recorder.span(trace.GATHER, started_ns, trace.now_ns(), bucket=0, bytes=num_bytes)
 
     def _barrier(self, where: str) -> None:
-        collectives = self._optimizer.sharded.collectives
-        collectives.wait(collectives.all_reduce(torch.zeros(1, dtype=torch.float32)), where)
+        self._optimizer.sharded.collectives.barrier(where)
 
     def committed(self, version: int) -> None:
         """The step is done on every rank: its gradients are of no more use."""

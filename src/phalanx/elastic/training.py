@@ -28,7 +28,7 @@ import torch
 from ..checkpoint.capture import Subject
 from ..comm.failure.interruption import awaited
 from ..data.loader import Loader
-from ..errors import ArgumentTypeError, CollectiveTimeout, ConfigError, StateError
+from ..errors import ArgumentTypeError, CollectiveTimeout, ConfigError, PeerFailure, StateError
 from ..launch.bootstrap import is_consequence
 from ..launch.elastic.heads import VOID
 from ..launch.elastic.member import Formed, Member
@@ -399,7 +399,10 @@ class Training:
         formed = self._between.complete(formed)
         if formed.version == VOID:
             if formed.has_committed or self._between.has_lost_several:
-                member.lost_state()
+                member.lost_state(self._between.absent)
+                if self._between.absent:
+                    # To the meeting: the launcher knows whether any of them may still come, and ends the run if not.
+                    raise PeerFailure("a part of the state is kept on hosts that have no rank at the moment", ())
                 raise StateError(
                     "every rank that held the state is lost. Start again from the newest checkpoint (Checkpointer.restore)."
                 )

@@ -5,6 +5,7 @@ What each run came to is computed again from what its ranks wrote down (`referen
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import time
@@ -131,6 +132,27 @@ def test_when_the_first_host_dies_the_run_ends_everywhere_with_a_word(tmp_path: 
         processes = psutil.process_iter(["cmdline"])
         left = [one for one in processes if str(tmp_path) in " ".join(one.info["cmdline"] or [])]
         assert not left, "nothing is left behind"
+
+
+def test_a_host_and_the_only_worker_of_the_one_with_its_mirror_are_lost_and_the_others_wait(tmp_path: Path) -> None:
+    plan = Plan(optimizer="zero", pause_s=0.1, has_loader=False, until=str(tmp_path / "enough"))
+    with hosts(3, tmp_path, plan, "--nnodes", "3", "--min", "1") as run:
+        for host in range(3):
+            run.start(host, 1)
+            if host:
+                run.runs[0].wait_for(rf"host .* joined|{host + 1} of 3 hosts")
+        run.wait_for_step(5)
+        # The worker of the last host, which keeps the mirror of the one before.
+        pids = {event["worker"]: event["pid"] for event in run.events() if event["event"] == "started"}
+        on_hosts = {event["worker"]: event.get("host", 0) for event in run.events() if event["event"] == "started"}
+        (killed,) = [worker for worker, number in on_hosts.items() if number == 2]
+        os.kill(pids[killed], signal.SIGKILL)
+        run.runs[1].process.kill()
+        run.runs[0].wait_for("a part of the state is kept on .*, without a worker at the moment: waits up to 300 s")
+        run.runs[0].wait_for("goes on with 2 ranks", 60)
+        (tmp_path / "enough").touch()
+        assert (run.runs[0].end(90), run.runs[2].end(90)) == (0, 0), run.said()
+        run.check()
 
 
 def test_two_hosts_at_once_end_the_run_and_point_to_the_checkpoint(tmp_path: Path) -> None:

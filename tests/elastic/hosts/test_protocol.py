@@ -22,6 +22,7 @@ from phalanx.launch.elastic.hosts import gathering
 from phalanx.launch.elastic.hosts.agent import Agent
 from phalanx.launch.elastic.hosts.gathering import Hosts
 from phalanx.launch.elastic.membership import Limits, RunState
+from phalanx.launch.elastic.story import Story
 from phalanx.launch.hosts.channel import Channel, NotAdmittedError, enter
 from phalanx.launch.hosts.company import HostsEnded
 from phalanx.launch.hosts.meeting import Invitation
@@ -158,7 +159,7 @@ def test_workers_of_another_host_are_formed_paged_and_lost_together(first: First
             assert coordinator.connect(0.0)[0] == worker
             lines.append(coordinator.lines[worker])
         else:
-            assert coordinator.connect_far(0.0, there.seat) == worker
+            assert coordinator.connect_far(0.0, there.seat, there.number) == worker
             lines.append(there.lines[worker])
         first.hosts.settle(worker, int(worker > 1))
     for worker in range(4):
@@ -179,6 +180,42 @@ def test_workers_of_another_host_are_formed_paged_and_lost_together(first: First
     assert coordinator.membership.members == (0, 1) and coordinator.membership.wanted == 2
     assert coordinator.membership.state is RunState.RUNNING and not coordinator.membership.asked
     coordinator._take(0, {"is": "lost state"}, 0.0)
+    assert "newest checkpoint" in coordinator.failure
+    coordinator.close()
+    channel.close()
+
+
+def test_a_host_without_workers_that_keeps_a_part_of_the_state_is_waited_for_in_words(first: First) -> None:
+    channel, _ = first.join()
+    first.wait(_has("came"))
+    (there,) = first.hosts.all.values()
+    coordinator, records = _coordinated(first)
+    coordinator.begin(0.0, 2)
+    coordinator.connect(0.0)
+    coordinator.connect_far(0.0, there.seat, there.number)
+    for worker in range(2):
+        first.hosts.settle(worker, worker)
+        coordinator._take(worker, {"is": "arrived"}, 0.0)
+    assert first.hosts.empty() is None
+    there.unseat(1)
+    coordinator.ended(1, False, 1.0, -9)
+    assert first.hosts.empty() is there, "its replacement is started there"
+    coordinator._take(0, {"is": "arrived"}, 1.0)
+    for _ in range(2):  # as every rank says so
+        coordinator._take(0, {"is": "lost state", "absent": [1, 7]}, 1.0)
+    coordinator._take(0, {"is": "arrived"}, 1.0)
+    (waits,) = [one for one in records if one["event"] == "awaits"]
+    assert (waits["hosts"], waits["names"]) == ([1], ["second"]) and not coordinator.failure
+    (event,) = Story().add(waits)
+    assert str(event) == (
+        "a part of the state is kept on second, without a worker at the moment: waits up to 300 s for its replacement"
+    )
+    coordinator.connect_far(2.0, there.seat, there.number)
+    first.hosts.settle(2, 1)
+    coordinator._take(2, {"is": "arrived"}, 2.0)
+    assert coordinator.membership.members == (0, 2)
+    # The hosts that it would take now are not there.
+    coordinator._take(0, {"is": "lost state", "absent": [7]}, 3.0)
     assert "newest checkpoint" in coordinator.failure
     coordinator.close()
     channel.close()

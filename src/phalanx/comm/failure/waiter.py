@@ -90,14 +90,7 @@ class Waiter:
     def wait(self, work: Work, where: str) -> None:
         """Return when the work is done. Raises CommunicationError naming the rank at fault."""
         if self._names_failures:
-            # The transport wakes up by itself and knows the rank; only where it happened is missing.
-            try:
-                work.wait()
-            except CommunicationError as error:
-                self.board.give_up_on(error.ranks)
-                raise type(error)(f"{where}: {error}", error.ranks) from error
-            except MismatchError as error:
-                raise self.mismatch(error, where) from error
+            self.run(work.wait, where)
             return
         with LongWait(self.board, where) as wait:
             while True:
@@ -112,6 +105,17 @@ class Waiter:
                     if silent or self.board.is_alarmed():
                         raise self.explain(error, where, silent) from error
                     wait.look()
+
+    def run(self, wait: Callable[[], Any], where: str) -> None:
+        """A wait of a transport that wakes up by itself and knows the rank: only where it happened is missing."""
+        # Not a context manager: it would leave a frame of the standard library's in every user's traceback.
+        try:
+            wait()
+        except CommunicationError as error:
+            self.board.give_up_on(error.ranks)
+            raise type(error)(f"{where}: {error}", error.ranks) from error
+        except MismatchError as error:
+            raise self.mismatch(error, where) from error
 
     def wait_until(self, is_done: Callable[[], bool], where: str) -> None:
         """Return when `is_done` says so, as of an event on a device: no communicator is aborted by waiting for that."""

@@ -73,6 +73,21 @@ class ShmCollectives(Collectives):
             return _started(self.group.allreduce([_scaled(tensor, scale)]))
         return self._lane.submit([Call(Verb.ALL_REDUCE, [as_real(tensor)], scale=scale)])
 
+    def all_reduce_now(self, tensor: torch.Tensor, where: str) -> None:
+        """The same, over when it returns."""
+        if not tensor.is_cpu:
+            super().all_reduce_now(tensor, where)
+            return
+        self._run_now(Call(Verb.ALL_REDUCE, [as_real(tensor)]), where)
+
+    def barrier(self, where: str) -> None:
+        """Return when every rank has come here."""
+        self._run_now(Call(Verb.BARRIER), where)
+
+    def _run_now(self, call: Call, where: str) -> None:
+        # In this thread. A work that is queued wakes the lane's, which finds it done and has only taken Python's lock.
+        self._waiter.run(lambda: self._lane.submit([call], blocking=True), where)
+
     def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, scale: float = 1.0) -> Work:
         """Give rank r the r-th equal slice of scale × the sum of `input`."""
         if not input.is_cpu:

@@ -48,7 +48,7 @@ def allocate_one_copy(numel: int, dtype: torch.dtype, collectives: Collectives) 
             )
         tensor = _mapped(fd, num_bytes) if collectives.rank == 0 else _opened(rows[0][3], rows[0][4], num_bytes)
         # Rank 0 must not close the file before everybody has it.
-        collectives.wait(collectives.all_reduce(torch.zeros(1, dtype=torch.float32)), "sharing memory")
+        collectives.barrier("sharing memory")
     finally:
         if fd >= 0:
             os.close(fd)

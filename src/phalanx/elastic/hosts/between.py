@@ -34,6 +34,8 @@ class Between:
         self._passing: list[PassingHold] = []
         self.has_lost_several = False
         """Whether two hosts or more are gone since the generation before, so that what cannot be had may have been there."""
+        self.absent: list[int] = []
+        """Hosts of the generations before that have no rank in this one. Their launchers may live, and keep files."""
 
     def begin(self, formed: Formed, member: Member) -> None:
         """A generation is formed."""
@@ -71,7 +73,9 @@ class Between:
         about = {one.generation: (one.members, one.hosts) for one in formed.kept}
         told = self._worker.exchange.all_objects((_see(formed), about))
         known = {number: found for _, kept in told for number, found in kept.items()}
-        self.has_lost_several = any(len({*hosts} - {*formed.hosts}) > 1 for _, hosts in known.values())
+        absent = [{*hosts} - {*formed.hosts} for _, hosts in known.values()]
+        self.has_lost_several = any(len(one) > 1 for one in absent)
+        self.absent = sorted(set().union(*absent))
         worlds = {number: len(members) for number, (members, _) in known.items()}
         choice = choose([seen for seen, _ in told], worlds, formed.hosts)
         if choice is None:

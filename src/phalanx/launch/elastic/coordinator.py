@@ -25,7 +25,7 @@ from phalanx.launch.store import RunStore
 
 _LOOK_S = 0.25  # how often the workers' signs of life are looked at
 _STRAGGLES_S = 10.0  # one that all others have waited for, for so long, is named
-_TOLD = ("lost", "fenced", "left", "scale", "forming")
+_TOLD = ("lost", "fenced", "left", "scale", "awaits", "forming")
 """Records that whoever goes on is told of: why its ranks are others than before."""
 
 _TOLD_AT_ONCE = ("straggler", "woken")
@@ -54,6 +54,8 @@ class Elsewhere(Protocol):
     """The other hosts, of a run that may have several."""
 
     def host_of(self, worker: int) -> int: ...
+
+    def name_of(self, host: int) -> str | None: ...
 
     def open_store(self) -> str: ...
 
@@ -100,6 +102,7 @@ class Coordinator:
         self._started_at: dict[int, float] = {}
         self._fenced: set[int] = set()  # ended by our own hand: no news when their processes do
         self._since: list[dict[str, Any]] = []  # records since the ranks went on last; told to those who go on next
+        self._awaited: tuple[int, ...] = ()  # the generation and the hosts of which it was noted that they are waited for
         self.failure = ""
         """Why the run was given up, if it was."""
 
@@ -134,12 +137,12 @@ class Coordinator:
         page = Page.make(f"page-{self._next_worker}")
         return self.connect_far(now, lambda _: (Line(ours), page)), theirs
 
-    def connect_far(self, now: float, seat: Callable[[int], tuple[SpeakingLine, SharedPage]]) -> int:
+    def connect_far(self, now: float, seat: Callable[[int], tuple[SpeakingLine, SharedPage]], host: int = 0) -> int:
         """A worker is about to be started on another host: its number. `seat` gives its line and its page."""
         worker, self._next_worker = self._next_worker, self._next_worker + 1
         self._started_at[worker] = now
         self._lines[worker], self._pages[worker] = seat(worker)
-        self._do(self.membership.started(worker, now))
+        self._do(self.membership.started(worker, now, host))
         return worker
 
     def variables(self, worker: int, theirs: socket.socket, joins: bool) -> dict[str, str]:
@@ -170,7 +173,9 @@ class Coordinator:
         """A host has joined, with room for so many workers; now there are `places`."""
         self._do(self.membership.host_came(brought, places, now))
 
-    def host_lost(self, workers: Collection[int], places: int, why: str, now: float) -> None:
+    def host_lost(
+        self, workers: Collection[int], places: int, why: str, now: float, host: int | None = None
+    ) -> None:
         """A host is gone with these workers; what is left has room for so many."""
         for worker in workers:
             self.hear(worker, now)
@@ -179,7 +184,7 @@ class Coordinator:
                 self._note("lost", worker, code=None, why=why)
             else:
                 self._note("ended", worker, code=None)
-        self._do(self.membership.host_lost(workers, places, now))
+        self._do(self.membership.host_lost(workers, places, now, host))
 
     def hear(self, worker: int, now: float) -> None:
         """Take what a worker has said."""
@@ -242,12 +247,22 @@ class Coordinator:
         elif kind == "leaving":
             self._do(current.wants_to_leave(worker, now))
         elif kind == "lost state":
-            self._do(current.lost_state())
+            self._lost_state(message.get("absent", ()), now)
         elif kind == "event":
             facts = {key: value for key, value in message.items() if key not in ("is", "what")}
             self._note(message.get("what", ""), worker, **facts)
             if message.get("what") == "formed":
                 self._forget_told(facts["generation"])
+
+    def _lost_state(self, absent: Collection[int], now: float) -> None:
+        """No member has it, nor a mirror. `absent`: the hosts without a member that were of the generations before."""
+        named = {} if self._elsewhere is None else {host: self._elsewhere.name_of(host) for host in absent}
+        there = {host: name for host, name in named.items() if name is not None}
+        actions = self.membership.needs_hosts(there, now)
+        if there and not actions and self._awaited != (self._number, *there):
+            self._awaited = (self._number, *there)
+            self._note("awaits", hosts=list(there), names=list(there.values()), limit_s=self.membership.limits.start_s)
+        self._do(actions)
 
     # -- out -----------------------------------------------------------------------------------
 

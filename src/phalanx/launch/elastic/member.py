@@ -199,9 +199,9 @@ class Member:
         taken, self._notes = self._notes, []
         return taken
 
-    def lost_state(self) -> None:
-        """No rank has what was learnt, nor a mirror of it."""
-        self._line.send({"is": "lost state"})
+    def lost_state(self, absent: Sequence[int]) -> None:
+        """No rank has what was learnt, nor a mirror of it. `absent` are hosts without a rank whose launchers may have it."""
+        self._line.send({"is": "lost state", "absent": list(absent)})
 
     def tell(self, what: str, **facts: Any) -> None:
         """Something that the run's record should have."""

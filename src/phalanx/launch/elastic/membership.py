@@ -89,6 +89,10 @@ class Membership:
     """Workers asked for that have not been started yet."""
     _stillborn: int = 0  # in a row, workers that ended before they came to the meeting
     _is_broken: bool = False  # whether the members know that their generation is over
+    # The host on which each worker was started; and those that must have a worker in the next generation, since their
+    # launchers keep a part of the state that nobody else has.
+    _host_of: dict[int, int] = field(default_factory=dict)
+    _needed: set[int] = field(default_factory=set)
     _woken: set[int] = field(default_factory=set)  # who was silent before, with all others, and was told to go on
 
     def __post_init__(self) -> None:
@@ -103,10 +107,10 @@ class Membership:
         self._start_at = now + self.limits.start_s
         return self._replace()
 
-    def started(self, worker: int, now: float) -> list[Action]:
+    def started(self, worker: int, now: float, host: int = 0) -> list[Action]:
         """A worker's process is there."""
         assert worker not in self.workers, "numbers are not given twice"
-        self.workers[worker] = WorkerState.STARTING
+        self.workers[worker], self._host_of[worker] = WorkerState.STARTING, host
         self.asked = max(0, self.asked - 1)
         if self.state in (RunState.ENDING, RunState.OVER):
             return self._kill(worker, "the training has ended")
@@ -176,8 +180,11 @@ class Membership:
         self.wanted = self._within_limits(min(self.wanted + brought, places))
         return self._settle(now)
 
-    def host_lost(self, workers: Collection[int], places: int, now: float) -> list[Action]:
+    def host_lost(self, workers: Collection[int], places: int, now: float, host: int | None = None) -> list[Action]:
         """These workers are gone with their host; what is left has places for so many."""
+        if self._needed and not self._needed - {host}:
+            return self.lost_state()
+        self._needed -= {host}
         actions: list[Action] = []
         for worker in (one for one in workers if self.workers.get(one) in _LIVE):
             self.workers[worker] = WorkerState.DEAD
@@ -195,6 +202,18 @@ class Membership:
         return self._give_up(
             "every rank that held the state is lost. Start the run again from the newest checkpoint (Checkpointer.restore)"
         )
+
+    def needs_hosts(self, hosts: Collection[int], now: float) -> list[Action]:
+        """The members cannot put the state together. The launchers of these hosts, which have no worker among them, are
+        there and keep the rest of it: the next generation is not formed without a worker of each."""
+        if self._needed:
+            return []  # another member has said so
+        if not hosts or self.state in (RunState.ENDING, RunState.OVER):
+            return self.lost_state()
+        self._needed = set(hosts)
+        # Of a generation that could not begin nobody knows whether the program fails.
+        self._fruitless = max(0, self._fruitless - 1)
+        return []
 
     def committed(self, now: float) -> list[Action]:
         """The generation has completed a step."""
@@ -350,11 +369,19 @@ class Membership:
         needed = self.wanted if self.generation == 0 and comes and not is_time_over else self.limits.fewest
         if len(there) < needed:
             return [] if comes else self._give_up(f"{len(there)} workers are left, at least {self.limits.fewest} are needed")
+        lacking = self._needed - {self._host_of[worker] for worker in there}
+        if lacking:
+            return self.lost_state() if is_time_over or not self._come_to(lacking) else []
         if self._fruitless >= self.limits.fruitless:
             return self._give_up(
                 f"{self._fruitless} attempts in a row ended without a completed step: the program fails, not its workers"
             )
         return [self._form(there)]
+
+    def _come_to(self, hosts: Collection[int]) -> bool:
+        """Whether a worker of each of these hosts may still come."""
+        starting = {self._host_of[worker] for worker, state in self.workers.items() if state is WorkerState.STARTING}
+        return self.asked > 0 or starting >= set(hosts)
 
     def _form(self, members: list[int]) -> Form:
         self.generation += 1
@@ -363,6 +390,7 @@ class Membership:
             self.workers[worker] = WorkerState.TRAINING
         self.state, self._is_paused, self._is_broken = RunState.RUNNING, False, False
         self._woken.clear()
+        self._needed.clear()
         self._fruitless += 1  # until it has shown that it can make a step
         return Form(self.generation, self.members)
 

@@ -7,7 +7,8 @@
     {"is": "pausing", "at"}                                rank 0, asked to pause: the others are to pause there too
     {"is": "event", "what", …}                             something that the run's record should have
     {"is": "leaving"}                                      it was asked to leave, by a signal
-    {"is": "lost state"}                                   on several hosts: no rank has what was learnt, nor a mirror of it
+    {"is": "lost state", "absent"}                         on several hosts: no rank has what was learnt, nor a mirror of it;
+                                                           the hosts that have no rank now and may have it
 
     the coordinator says
     {"is": "form", "generation", "rank", "members", "store", "images", "before", "members_before", "version",

@@ -17,6 +17,7 @@ it went on last with the message that forms its generation, and hands the events
     scale       wanted                                                scaled
     straggler   worker, seconds                                       straggler
     woken       worker                                                woken
+    awaits      hosts, names, limit_s                                 awaits
 """
 
 from __future__ import annotations
@@ -47,6 +48,8 @@ class What(enum.StrEnum):
     """A rank is alive and has kept all others waiting; nothing is done about it."""
     WOKEN = "woken"
     """All ranks had been stopped; this one was told to go on."""
+    AWAITS = "awaits"
+    """A part of the state is kept by hosts that have no worker at the moment: the ranks wait for one."""
     ABANDONED = "abandoned"
     """What had been done of a step was undone; it is computed again."""
     ROLLED_FORWARD = "rolled_forward"
@@ -112,6 +115,7 @@ _WORDS = {
     What.SCALED: lambda event: f"asked to go on with {_ranks(event)}",
     What.STRAGGLER: lambda event: f"{_who(event)} has kept all others waiting for {event.seconds:.0f} s; it is alive",
     What.WOKEN: lambda event: f"{_who(event)} had been stopped, as all had, and was told to go on",
+    What.AWAITS: lambda event: f"a part of the state is kept on {event.why}",
     What.ABANDONED: lambda event: f"step {event.step} was abandoned and is computed again",
     What.ROLLED_FORWARD: lambda event: f"step {event.step} was rolled forward: some rank had completed it",
     What.JOINED: lambda event: f"worker {event.worker} joined as rank {event.rank}{_since_start(event)}",
@@ -237,6 +241,10 @@ class Story:
                 return [Event(What.STRAGGLER, at_ns, number, seconds=seconds, worker=worker, rank=rank)]
             case "woken":
                 return [Event(What.WOKEN, at_ns, number, worker=worker, rank=self._rank(worker, rank))]
+            case "awaits":
+                names, limit_s = ", ".join(map(str, record["names"])), float(record["limit_s"])
+                why = f"{names}, without a worker at the moment: waits up to {limit_s:.0f} s for its replacement"
+                return [Event(What.AWAITS, at_ns, number, why=why)]
         return []
 
     # -- generations ---------------------------------------------------------------------------

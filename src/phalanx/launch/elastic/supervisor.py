@@ -179,7 +179,7 @@ class ElasticSupervisor:
             case "bye":
                 why = f"with its host, {there}: {message['words']}"
                 self._note({"event": "host lost", "host": there.number, "why": str(message["words"])})
-                self._coordinator.host_lost(list(there.workers), hosts.places, why, now)
+                self._coordinator.host_lost(list(there.workers), hosts.places, why, now, there.number)
 
     def _kill(self, worker: int, why: str) -> None:
         self._do_there(worker, "kill")
@@ -199,7 +199,10 @@ class ElasticSupervisor:
     def _start(self) -> None:
         while self._coordinator.membership.asked:
             there = None
-            if self._hosts is not None and self._here.num_free <= 0:
+            if self._hosts is not None and self._coordinator.joins and not self._here.is_empty:
+                # A host without workers first: it may keep what nobody else has, and only its own worker can give it.
+                there = self._hosts.empty()
+            if self._hosts is not None and there is None and self._here.num_free <= 0:
                 there = self._hosts.place()
                 if there is None:
                     return  # until a place is free, or a host comes
@@ -225,7 +228,7 @@ class ElasticSupervisor:
     def _start_there(self, there: There) -> None:
         assert self._hosts is not None, "it is one of them"
         joins = self._coordinator.joins
-        worker = self._coordinator.connect_far(time.monotonic(), there.seat)
+        worker = self._coordinator.connect_far(time.monotonic(), there.seat, there.number)
         self._hosts.settle(worker, there.number)
         there.send({"do": "start", "worker": worker, "joins": joins})
 

@@ -87,9 +87,7 @@ class Gathering:
 
     def barrier(self) -> None:
         """Return when every rank has called it."""
-        # A CPU tensor, because shared parameters are always on the CPU (`ElementPartition._share`).
-        work = self.collectives.all_reduce(torch.zeros(1, dtype=torch.float32))
-        self.collectives.wait(work, "a barrier around shared parameters")
+        self.collectives.barrier("a barrier around shared parameters")
 
     def _finish_oldest(self) -> None:
         flight = self._pending.popleft()

@@ -145,6 +145,10 @@ class Hosts:
         """A host on which one more worker may be started."""
         return next((there for there in self.all.values() if len(there.workers) < there.places), None)
 
+    def empty(self) -> There | None:
+        """A host that has no worker at all."""
+        return next((there for there in self.all.values() if not there.workers), None)
+
     def settle(self, worker: int, host: int) -> None:
         """A worker is started on this host."""
         self._host_of[worker] = host
@@ -152,6 +156,12 @@ class Hosts:
     def host_of(self, worker: int) -> int:
         """The number of the host on which a worker was started."""
         return self._host_of[worker]
+
+    def name_of(self, host: int) -> str | None:
+        """What a host is called, if its launcher is there."""
+        if host == FIRST:
+            return self._name
+        return self.all[host].name if host in self.all else None
 
     def open_store(self) -> str:
         """Where the members of a generation meet: a new store, for the hosts that are here."""

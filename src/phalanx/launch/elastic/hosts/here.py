@@ -48,6 +48,11 @@ class Here:
         """How many more workers have a place. One that was killed has its own until it is seen to have ended."""
         return self._crew.nproc - len(self._slots)
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether this host has no worker."""
+        return not self._slots
+
     def start(self, worker: int, theirs: socket.socket, said: dict[str, str]) -> int:
         """Start a worker, which is told `said`; returns its process id. Raises OSError."""
         try:
