@@ -6,7 +6,7 @@ that rounds otherwise. `tolerance` gives the rest, each with its reason.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -180,10 +180,12 @@ def judge(program: Program, trace: Sequence[Snapshot], rank: int, state: dict[st
     """Run the reference beside the trace of `rank`, event by event, up to the first difference."""
     jobs = [Alone(program, number) for number in range(program.ranks)]
     shared: list[tuple[bool, ...]] = []
+    uncertain = False
     for at, (event, got) in enumerate(zip(program.events, trace, strict=True)):
         before = [p.detach().clone() for p in jobs[rank].params]
         scales = [0.0] * len(before)
-        if type(event).__name__ == "Step" and ... in got.grads and any(job.is_in_doubt for job in jobs):
+        may_step = type(event).__name__ == "Step" or program.is_overlapped
+        if may_step and ... in got.grads and any(job.is_in_doubt for job in jobs):
             return Verdict(None, tuple(shared))  # zeros of a failed backward, or none: nobody can see which
         advance(jobs, event, scales)
         jobs[0].largest = [max(pair) for pair in zip(jobs[0].largest, scales, strict=True)]
@@ -196,7 +198,8 @@ def judge(program: Program, trace: Sequence[Snapshot], rank: int, state: dict[st
         if any(moves):
             jobs[0].moved = [move + 0.9 * earlier for move, earlier in zip(moves, jobs[0].moved, strict=True)]
         sizes = [moved * times for moved, times in zip(jobs[0].moved, jobs[0].cancelled, strict=True)]
-        found = _first_difference(program, event, got, wanted[rank], sizes, scales)
+        doubtful = set().union(*(job.doubtful for job in jobs))
+        found = _first_difference(program, event, got, wanted[rank], sizes, scales, doubtful)
         if found is not None:
             return Verdict(Difference(at, *found), tuple(shared))
         if any(moves):
@@ -205,8 +208,9 @@ def judge(program: Program, trace: Sequence[Snapshot], rank: int, state: dict[st
             # Each rank's own gradient, of a parameter that nobody used, has been stepped with: replicas no more.
             return Verdict(None, tuple(shared))
         alike = tuple(all(_same(w.grads[n], wanted[0].grads[n]) for w in wanted) for n in range(len(before)))
-        # How far a backward got before it raised may differ between ranks: zeros here, no gradient there.
-        shared.append((False,) * len(alike) if type(event).__name__ == "Fail" else alike)
+        # How far a backward got before it raised may differ between ranks: zeros here, none there, until the next mean.
+        uncertain = type(event).__name__ == "Fail" or (uncertain and not any(scales))
+        shared.append((False,) * len(alike) if uncertain else alike)
         _adopt(jobs, got, alike)
     found = None if state is None else _state_difference(program, jobs[0], state["state"])
     return Verdict(None if found is None else Difference(-1, "state", found), tuple(shared))
@@ -219,6 +223,7 @@ def _first_difference(
     want: Snapshot,
     sizes: Sequence[float],
     scales: Sequence[float],
+    doubtful: Collection[int],
 ) -> tuple[str, str] | None:
     if got.broken:
         return "kept", got.broken[0]
@@ -226,8 +231,9 @@ def _first_difference(
     # After a failed backward, and in the buffer of delayed parameters, zeros are as good as no gradient.
     lenient = type(event).__name__ == "Fail" or program.delayed is not None
     names = [f"parameter {n} {tuple(p.shape)} {str(p.dtype)[6:]}" for n, p in enumerate(got.params)]
-    for name, grad, wanted, scale in zip(names, got.grads, want.grads, scales, strict=True):
-        if lenient and _vanishes(grad) and _vanishes(wanted):
+    for number, (name, grad, wanted, scale) in enumerate(zip(names, got.grads, want.grads, scales, strict=True)):
+        # What came to one rank before it failed, zeroed, is zeros for all ranks after the next mean.
+        if (lenient or number in doubtful) and _vanishes(grad) and _vanishes(wanted):
             continue
         found = differs(grad, wanted, program, scale, exact)
         if found is not None:

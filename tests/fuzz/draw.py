@@ -210,7 +210,9 @@ class _Draw(Traits):
             if "freeze" in self.kinds and self.mode.startswith("overlapped"):
                 # Frozen afterwards, zeros that no backward has reduced would stay for good, and are refused at the step.
                 how = "none"
-            found.append(ev.Fail(self.fresh(), routes, at=at, how=how, sync=self.often(0.8)))
+            sync = self.often(0.8)
+            # Drawn last, so that seeds of earlier days are the same programs but for this.
+            found.append(ev.Fail(self.fresh(), routes, at=at, how=how, sync=sync, apart=sync and (at + self.data) % 2 == 0))
         if "reload" in self.kinds and self.often(0.4):
             found.append(ev.Reload("optimizer" if self.often(0.5) and self.mode != "in_backward" else "module"))
         if "rate" in self.kinds and self.often(0.5):

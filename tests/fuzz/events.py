@@ -141,13 +141,15 @@ class Inner(Pass):
 
 @dataclass(frozen=True, repr=False)
 class Fail(Pass):
-    """A backward that raises midway on every rank, is caught, and the gradients zeroed."""
+    """A backward that raises midway on every rank, is caught, and the gradients zeroed. `apart`: on each somewhere else."""
 
     at: int = 0
     how: str = "none"
+    apart: bool = False
 
     def run(self, job: Any) -> Run:
-        loss = loss_of((yield from self.out(job, boom=self.at)))
+        at = (self.at + job.rank) % len(self.route(job)) if self.apart else self.at
+        loss = loss_of((yield from self.out(job, boom=at)))
         job.fail(loss, self.sync)
         job.zero(self.how, "module")
 

@@ -216,6 +216,13 @@ def _lines(program: Program, event: Any) -> list[str]:
     return _other_lines(program, event)
 
 
+class Expression(str):
+    """Stands in the script as it is, to be computed there."""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
 def _forward(event: Any, data: int | None = None, **how: Any) -> str:
     given = [repr(event.data if data is None else data), repr(event.routes)]
     given += ["sync=False"] if not getattr(event, "sync", True) else []
@@ -251,8 +258,9 @@ def _pass_lines(event: Any) -> list[str]:
         case events.Hidden(where=where):
             seen = {"object": "out", "beside": "out[0]", "aux": "model.aux"}[where]
             return [f"out = {_forward(event, returns=where)}[1]", *_backward(event, f"loss_of({seen})")]
-        case events.Fail(at=at, how=how):
-            lines = [f"loss = loss_of({_forward(event, boom=at)}[1])", "try:", "    loss.backward()"]
+        case events.Fail(at=at, how=how, apart=apart):
+            boom = Expression(f"({at} + rank) % {len(event.routes[0])}") if apart else at
+            lines = [f"loss = loss_of({_forward(event, boom=boom)}[1])", "try:", "    loss.backward()"]
             lines += ["except ArithmeticError:", "    pass"]
             return [*lines, f"model.zero_grad(set_to_none={how == 'none'})"]
         case events.Poison():

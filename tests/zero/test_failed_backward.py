@@ -9,6 +9,7 @@ import torch
 from torch import nn, optim
 
 import phalanx
+from phalanx.data.values import Exchange
 from phalanx.errors import ReductionError
 from tests.cluster import run_ranks
 from tests.ddp.by_hand import alike, everywhere, inputs, mean_by_hand, widths
@@ -174,3 +175,38 @@ def take_over(rank: int, world: int, width: int, first: str, second: str) -> Non
 @pytest.mark.parametrize(("first", "second"), [("element", "parameter"), ("parameter", "element"), ("element", "element")])
 def test_another_optimizer_takes_the_place_of_the_first(first: str, second: str, width: int, backend: str) -> None:
     run_ranks(2, take_over, width, first, second, backend=backend)
+
+
+def gather_after_failure(rank: int, world: int, width: int, options: dict[str, Any]) -> None:
+    """Each rank raises somewhere else, with other buckets under way; the next thing they do together is no forward."""
+    model, _, wrapped, optimizer = made(width, **options)
+    exchange = Exchange(rank, world, torch.device("cpu"))
+    for step in range(6):
+        optimizer.zero_grad()
+        model.breaks_at = None if step < 2 else 1 + 2 * rank
+        if model.breaks_at is None:
+            loss_of(wrapped, step, rank, width).backward()
+            optimizer.step()
+            continue
+        with pytest.raises(BrokenLayer):
+            loss_of(wrapped, step, rank, width).backward()
+        match step:
+            case 2:
+                optimizer.consolidate_state_dict()
+            case 3:
+                assert exchange.mean(float(rank)) == 0.5
+            case 4:
+                assert exchange.gather(rank) == [0, 1]
+            case 5:
+                optimizer.sharded_state_dict()
+
+
+@everywhere
+@widths
+@pytest.mark.parametrize(
+    "options", [{"overlap_with_ddp": False}, {"step_in_backward": False}], ids=["alone", "overlapped"]
+)
+def test_ranks_that_raised_in_different_places_can_do_something_else_together(
+    options: dict[str, Any], width: int, backend: str
+) -> None:
+    run_ranks(2, gather_after_failure, width, options, backend=backend)

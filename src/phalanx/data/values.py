@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..comm.torch_backend import collectives_for
+from ..ddp.passes.order import recover
 from ..errors import ArgumentTypeError, ConfigError, MismatchError, PeerFailure
 from ..observe.live.pulse import waiting
 
@@ -29,6 +30,7 @@ def _together(where: str, numel: int = 0) -> Iterator[None]:
     """Around a collective of torch's own: what a rank or a connection did to it is an error that names the rank."""
     with waiting():
         if dist.group.WORLD is not None:
+            recover(dist.group.WORLD)
             collectives_for(dist.group.WORLD).comes_to(where, numel)
         try:
             yield

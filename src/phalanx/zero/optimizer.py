@@ -18,6 +18,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from ..comm.torch_backend import collectives_for
 from ..ddp.arguments import choose_group
 from ..ddp.module import DistributedDataParallel
+from ..ddp.passes.order import recover
 from ..ddp.wrappers import known_wrappers
 from ..errors import ArgumentTypeError, ConfigError, PhalanxError, ReductionError, StateError
 from . import step_hooks
@@ -199,6 +200,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
 
     def _step(self, closure: Any = None, **kwargs: Any) -> Any:
         sharded = self._sharded
+        recover(sharded.collectives.group)
         self._settings.check(self._is_shadowing)
         self._settings.stepped()
         # Schedulers edit the groups that the user sees; the local optimizer has groups of its own.
@@ -326,6 +328,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
 
     def _verify(self) -> None:
         """What is about to be kept was made of gradients that belonged together."""
+        recover(self._sharded.collectives.group)
         if self.wrapper is not None:
             self.wrapper.verify()
 

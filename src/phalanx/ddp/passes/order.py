@@ -103,6 +103,16 @@ def reducers_alive() -> list[Reducer]:
     return [reducer for order in _orders.values() for reducer in order.alive]
 
 
+def recover(group: dist.ProcessGroup | None) -> None:
+    """Before collectives that belong to no backward: what passes that failed owe the other ranks comes first.
+
+    Ranks may have raised at different places, with more buckets under way on some than on others.
+    """
+    order = None if group is None else _orders.get(group)
+    for reducer in () if order is None else order.alive:
+        reducer.recover()
+
+
 def take_turns(parts: Sequence[Generator[None]]) -> None:
     """Each wrapper does what it has to do part by part, so that the parts come in the same order on every rank.
 
