@@ -183,3 +183,43 @@ def several(rank: int, world: int, width: int, order: str) -> None:
 @pytest.mark.parametrize("order", ["in order", "in reverse", "twice"])
 def test_backwards_of_several_forwards_and_several_of_one(order: str, width: int, backend: str) -> None:
     run_ranks(2, several, width, order, backend=backend)
+
+
+class TwoTables(nn.Module):
+    """Sparse gradients, of which the first travels during backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = (nn.Embedding(20, 8, sparse=True) for _ in range(2))
+        self.head = nn.Linear(8, 8)
+
+    def forward(self, tokens: torch.Tensor, uses_first: bool) -> torch.Tensor:
+        x = self.second(tokens)
+        return self.head(torch.tanh(x + self.first(tokens)) if uses_first else torch.tanh(x))
+
+
+def train_sparse_low(rank: int, world: int, reduce_dtype: torch.dtype | None) -> None:
+    low = phalanx.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
+    model = TwoTables()
+    wrapped = phalanx.DistributedDataParallel(model, mixed_precision=low, bucket_cap_mb=1e-5, on_unused="ignore")
+    plain = TwoTables()
+    for step in range(4):
+        wrapped.zero_grad()
+        plain.zero_grad()
+        tokens = [torch.arange(4) + 3 * step + other for other in range(world)]
+        uses = [step < 2 or other == 0 for other in range(world)]
+        wrapped(tokens[rank], uses[rank]).float().square().mean().backward()
+        for one, used in zip(tokens, uses, strict=True):
+            (plain(one, used).square().mean() / world).backward()
+        for (name, param), want in zip(model.named_parameters(), plain.parameters(), strict=True):
+            assert param.grad is not None and param.grad.dtype == torch.float32, name
+            torch.testing.assert_close(param.grad.to_dense(), want.grad.to_dense(), rtol=0.1, atol=0.02)
+
+
+@pytest.mark.parametrize("backend", ["gloo", "phalanx"])
+@pytest.mark.parametrize("reduce_dtype", [None, torch.float32], ids=str)
+def test_sparse_gradients_of_low_precision_become_those_of_full_parameters(
+    reduce_dtype: torch.dtype | None, backend: str
+) -> None:
+    run_ranks(2, train_sparse_low, reduce_dtype, backend=backend)

@@ -205,8 +205,8 @@ MUTATIONS = (
         name="sparse bucket: a pass given up keeps the gradient that it took",
         file=SPARSE,
         old="        if self.states[0] in slot.GONE and self._before is not None:\n"
-        "            self.params[0].grad = self._before\n",
-        new="",
+        "            self._set_grad(self._before)\n        self._before = None\n",
+        new="        self._before = None\n",
         words="SparseWords Fail",
         tests="tests/ddp/test_owners.py",
     ),

@@ -277,7 +277,7 @@ class DistributedDataParallel(TorchBase):
             arguments.check_frozen(self._frozen, self.collectives.rank)
             # Before any other collective: it may have to bring all ranks to the same point first.
             forward = self.reducer.forward_begins(self.require_backward_grad_sync)
-            self._follow_moved_parameters()
+            self.follow_moved_parameters()
             self.first_inputs.see((inputs, kwargs))
             if self._num_in_backward != num_applied():
                 self._adopt_in_backward_optimizers()
@@ -321,8 +321,10 @@ class DistributedDataParallel(TorchBase):
             BackwardEnd(activate(self, self.reducer.cut_key)).queue()
         self.reducer.reached(forward)
 
-    def _follow_moved_parameters(self) -> None:
+    def follow_moved_parameters(self) -> None:
         """After `Module.to`, `.double()` and the like the buckets are of another kind than the gradients to come."""
+        if self._low is not None and self._low.is_on:
+            return  # computed again in backward, in low precision for as long as that lasts
         if any(bucket.is_outdated for bucket in self.reducer.buckets):
             self._first_plan = self._make_plan(self._trained)
             self.reducer.restart(self._first_plan)
@@ -383,6 +385,7 @@ class DistributedDataParallel(TorchBase):
                 f"{arguments.name_of(self._hook[1])} is registered already. Wrap the model again for another hook."
             )
         self._hook = (state, hook)
+        self.follow_moved_parameters()  # the buckets are made anew, and would be taken for those of the old dtype
         self.reducer.use(HookStrategy(self.collectives, state, adopt_hook(hook)))
 
     def update_process_group(self, new_process_group: dist.ProcessGroup) -> None:

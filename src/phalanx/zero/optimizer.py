@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -255,7 +256,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         if self.initialized:
             try:
                 self._settings.agree_on_all({})
-                self._sharded.add_group(self.param_groups)
+                with nullcontext() if self._overlap is None else self._overlap.regrouping():
+                    self._sharded.add_group(self.param_groups)
             # Every rank refuses the same group, so that all of them take it back and go on as before.
             except PhalanxError:
                 self.param_groups.pop()

@@ -19,6 +19,7 @@ class SparseBucket(Bucket):
 
     def __init__(self, contents: Contents) -> None:
         super().__init__(contents)
+        self.dtype = contents.planned.dtype  # of what travels; parameters may be in low precision for a while
         self.gradient: torch.Tensor | None = None
         self.rows: SparseSum | None = None  # made by the strategy that first sums rows
         self._tail_data = torch.zeros(self.tail.numel, dtype=torch.float32, device=self.params[0].device)
@@ -32,22 +33,23 @@ class SparseBucket(Bucket):
         param, state = self.params[0], self.states[0]
         grad, param.grad = param.grad, None
         if state == LATE and grad is not None and self._before is not None:
-            grad = _sum(_as_rows(self._before), _as_rows(grad))  # not launched yet: both parts leave together
+            # Not launched yet: both parts leave together.
+            grad = _sum(_as_rows(self._before).to(grad.dtype), _as_rows(grad))
         self._before = grad
         if state == ABSENT:
             self._earlier.add(0)
-        self.gradient = _nothing(param) if grad is None else _scaled(_as_rows(grad), scale)
+        self.gradient = self._nothing if grad is None else _scaled(_as_rows(grad).to(self.dtype), scale)
         slot.pack(self.states, 0)
         return None if grad is not None and state != ABSENT else [0]
 
     def take_nothing(self) -> None:
         param = self.params[0]
         self._before, param.grad = param.grad, None
-        self.gradient = _nothing(param)
+        self.gradient = self._nothing
         slot.pack(self.states, 0)
 
     def clear(self) -> None:
-        self.gradient = _nothing(self.params[0])
+        self.gradient = self._nothing
 
     def scale_mean(self, factor: Scale) -> None:
         assert self.gradient is not None, "a bucket that is back has a mean"
@@ -62,28 +64,33 @@ class SparseBucket(Bucket):
         self.stage = Stage.GIVEN
         used = wanted is None or wanted[0]
         if used and self.gradient is not None:
-            self.params[0].grad = self.gradient.coalesce()
+            self._set_grad(self.gradient.coalesce())
         elif self._before is not None:  # else another wrapper of the parameter may have given it its mean
-            self.params[0].grad = self._before
+            self._set_grad(self._before)
         slot.give(self.states, 0, COPIED)
         self.gradient = self._before = None
 
     def abandon(self) -> None:
         if self.states[0] in slot.GONE and self._before is not None:
-            self.params[0].grad = self._before
+            self._set_grad(self._before)
         self._before = None
         super().abandon()
+
+    def _set_grad(self, grad: torch.Tensor) -> None:
+        param = self.params[0]
+        param.grad = grad if grad.dtype == param.dtype else grad.to(param.dtype)
+
+    @property
+    def _nothing(self) -> torch.Tensor:
+        param = self.params[0]
+        indices = torch.empty((1, 0), dtype=torch.int64, device=param.device)
+        values = torch.empty((0, *param.shape[1:]), dtype=self.dtype, device=param.device)
+        return torch.sparse_coo_tensor(indices, values, tuple(param.shape), check_invariants=False, is_coalesced=True)
 
 
 def _as_rows(grad: torch.Tensor) -> torch.Tensor:
     """Rows are added up before they are scaled, as one process would."""
     return (grad.to_sparse(1) if grad.layout == torch.strided else grad).detach().coalesce()
-
-
-def _nothing(param: torch.Tensor) -> torch.Tensor:
-    indices = torch.empty((1, 0), dtype=torch.int64, device=param.device)
-    values = torch.empty((0, *param.shape[1:]), dtype=param.dtype, device=param.device)
-    return torch.sparse_coo_tensor(indices, values, tuple(param.shape), check_invariants=False, is_coalesced=True)
 
 
 def _sum(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:

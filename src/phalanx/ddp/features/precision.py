@@ -70,6 +70,11 @@ class LowPrecision(Listener):
         chosen: torch.dtype | None = self.config.reduce_dtype or self.config.param_dtype
         return chosen
 
+    @property
+    def is_on(self) -> bool:
+        """Whether parameters and buffers are in low precision now."""
+        return bool(self._full)
+
     def cast_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         dtype = self.config.param_dtype
         if dtype is None:

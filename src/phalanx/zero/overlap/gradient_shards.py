@@ -93,18 +93,19 @@ class GradientShards:
 
     def receive(self, bucket: DenseBucket, wanted: Sequence[int] | None) -> None:
         """The mean is there: give it to the slices of parameters that any rank used, and mark those."""
+        again = bucket.index in self._given  # with a late part, which was added to what lies here already
         numbers = self._numbers[bucket.index]
         given = [1] * len(numbers)
         for place, number in enumerate(numbers):
             used = wanted is None or wanted[place] > 0
             # Not taken out before the pass has ended: until then it may fail, and this is the only copy of the mean.
             has_carried = number in self._carried
-            carried = self._carried.get(number)
+            carried = None if again else self._carried.get(number)
             given[place] = int(used or has_carried)
             for k, (live, gradient) in enumerate(self._slices.get(number, ())):
                 if carried is not None:
                     gradient.add_(carried[k]) if used else gradient.copy_(carried[k])
-                elif has_carried and not used:
+                elif has_carried and not used and not again:
                     gradient.zero_()
                 live.tensor.grad = gradient if given[place] else None
             marker = self._markers[number]

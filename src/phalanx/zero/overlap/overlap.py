@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -160,6 +161,7 @@ class Overlap(Listener):
         reducer = wrapper.reducer
         if self._is_retired or not any(param in self.sharded.table.index_of for param in reducer.params):
             return
+        wrapper.follow_moved_parameters()  # a plan of another dtype would be divided by
         self._check(wrapper, reducer)
         earlier = _user_of(reducer)
         if earlier is not None:
@@ -221,6 +223,9 @@ class Overlap(Listener):
         if wrapper is None or self._scatter is None:
             return
         used = wrapper.reducer.strategy
+        if used is self._scatter and not wrapper.reducer.settled:
+            # As for parameters of another dtype: the next pass is observed, and leads to yet another plan.
+            self._install(wrapper, wrapper.reducer)
         if isinstance(used, HookStrategy) and getattr(used.hook, REPLACEABLE, False):
             self._install(wrapper, wrapper.reducer)
 
@@ -259,6 +264,20 @@ class Overlap(Listener):
             self.gradient_shards = GradientShards(sharded, sharded.partition.shards_of[0], buckets, self.scatter)
             self.gradient_shards.restore()
 
+    @contextmanager
+    def regrouping(self) -> Iterator[None]:
+        """Around a change of the optimizer's groups, which makes its partition anew. Every rank is here."""
+        if self.state is not Engagement.READY:
+            yield
+            return
+        if self.gradient_shards is not None and self.scatters:
+            self.gradient_shards.set_aside()
+        self.gradient_shards, self.state = None, Engagement.OBSERVING
+        try:
+            yield
+        finally:
+            self.catch_up()
+
     def _make_plans(self, table: ParamTable) -> list[NumberedPlan]:
         reducer = self.reducer
         for param, spec in zip(reducer.params, reducer.plan.specs, strict=True):
@@ -270,9 +289,10 @@ class Overlap(Listener):
                 )
         numbers = tuple(table.index_of[param] for param in reducer.params)
         rest = sorted(set(range(len(table.params))) - set(numbers))
-        wrapped = set(self.wrapper.module.parameters()) if self.wrapper is not None else set()
+        known = self.wrapper.known_parameters() if self.wrapper is not None else set()
         for number in rest:
-            if table.params[number].requires_grad and table.params[number] not in wrapped:
+            # Not one that the wrapper was told to ignore either: backward steps what it reduces, and nothing else.
+            if table.params[number].requires_grad and id(table.params[number]) not in known:
                 raise ConfigError(
                     f"{table.names[number]} is not reduced by DistributedDataParallel: with overlap_with_ddp=True "
                     "nobody would step it. Leave it to another optimizer, or use overlap_with_ddp=False."
