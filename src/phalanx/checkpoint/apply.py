@@ -18,7 +18,7 @@ from ..errors import PlanError, StateError
 from ..plan import BucketPlan
 from ..zero.optimizer import ZeroRedundancyOptimizer
 from ..zero.partition.element import ElementPartition
-from .capture import Subject
+from .capture import STATES, Subject
 from .optimizers import OptimizerLoad
 from .randomness import seed_like, set_generator_state, set_randomness
 from .reshard import renamed
@@ -169,11 +169,13 @@ class Restoration:
 
     def _match_optimizers(self) -> None:
         labels = self.source.labels()
+        own = (self.source.own(STATES, self._rank) if self._same_world else None) or {}
         for label, optimizer in self._subject.optimizers.items():
             if label not in labels and not self._choice.strict:
                 self._leave(label, "not in the checkpoint")
                 continue
-            self._optimizers.append(OptimizerLoad(label, optimizer, self._subject.param_names(), self.source, self._choice))
+            names, mine = self._subject.param_names(), own.get(label, {})
+            self._optimizers.append(OptimizerLoad(label, optimizer, names, self.source, self._choice, mine))
             self.result.left_out += self._optimizers[-1].left_out
         for label in labels:
             if label not in self._subject.optimizers:
