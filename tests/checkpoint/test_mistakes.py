@@ -181,6 +181,30 @@ def test_a_rank_that_has_more_to_read_is_waited_for(tmp_path: Path) -> None:
     assert run_ranks(2, slow_to_verify, str(tmp_path)) == ["1", "1"]
 
 
+def damage_found_at_once(rank: int, world: int, folder: str) -> str:
+    checkpointer = Checkpointer(folder, Pair(1), timeout_s=1.0)
+    for number in (1, 2):
+        checkpointer.save(number)
+        checkpointer.wait()
+    real = checkpointer_module.problems
+
+    def slowly(disk: Disk, entry: library.Entry, *rest: Any) -> Any:
+        if entry.step == 2 and rank == 0:
+            return iter([library.Problem("rank-0.bin", 0, "damaged")])
+        time.sleep(3.0 * rank)
+        return real(disk, entry, *rest)
+
+    with mock.patch.multiple(checkpointer_module, problems=slowly, _SLOWEST_BYTES_PER_S=100.0):
+        with pytest.warns(UserWarning, match="Passed over for an older one"):
+            restored = checkpointer.restore()
+    checkpointer.close()
+    return str(restored and restored.step)
+
+
+def test_a_rank_that_finds_damage_waits_for_those_that_still_read(tmp_path: Path) -> None:
+    assert run_ranks(2, damage_found_at_once, str(tmp_path)) == ["1", "1"]
+
+
 def test_a_rank_that_comes_at_the_last_moment_has_come() -> None:
     store = dist.HashStore()
     store.set("0/1", json.dumps({"doing": "it", "value": 1}))
@@ -225,6 +249,19 @@ def test_a_full_disk_gets_back_what_the_other_ranks_had_written(tmp_path: Path) 
         thread.join()
     assert len(failed) == 2
     assert not list(tmp_path.rglob("*.bin"))
+
+
+@pytest.mark.timeout(20)
+def test_a_job_that_cannot_be_sent_is_waited_for_by_nobody(tmp_path: Path) -> None:
+    options = {"auto_mkdir": True, "token": {1, 2}}  # fsspec takes a set, JSON does not
+    checkpointer = Checkpointer(f"file://{tmp_path}/saved", Pair(1), storage_options=options)
+    with pytest.raises(TypeError, match="set is not JSON serializable"):
+        checkpointer.save(1)
+    assert not checkpointer.is_saving
+    checkpointer._options.pop("token")
+    checkpointer.save(2)
+    checkpointer.close()
+    assert checkpointer.steps() == [2]
 
 
 def nowhere(rank: int, world: int) -> str:

@@ -172,6 +172,22 @@ def test_pruning_spares_saves_under_way_and_removes_stopped_ones(tmp_path: Path)
     assert [one.step for one in library.entries(Disk(), folder)] == [2]
 
 
+def test_pruning_a_link_leaves_what_it_leads_to(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path / "archive", nn.Linear(2, 2)) as archive:
+        archive.save(1)
+    (saved,) = (tmp_path / "archive").iterdir()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / saved.name).symlink_to(saved)
+    (tmp_path / "run" / "step-0.000000.00000000").symlink_to(tmp_path / "not mounted")
+    with Checkpointer(tmp_path / "run", nn.Linear(2, 2)) as checkpointer:
+        checkpointer.save(2)
+    deleted = library.prune(Disk(), str(tmp_path / "run"), Keep(last=1))
+    assert [one.step for one in deleted] == [1] and not (tmp_path / "run" / saved.name).is_symlink()
+    (kept,) = library.entries(Disk(), str(tmp_path / "archive"))
+    assert kept.commit is not None and list(library.problems(Disk(), kept)) == []
+    assert (tmp_path / "run" / "step-0.000000.00000000").is_symlink()
+
+
 # -- other storages --------------------------------------------------------------------------------
 
 

@@ -344,7 +344,8 @@ def test_states_that_do_not_fit_change_nothing() -> None:
     with pytest.raises(StateError, match="the sampler drew another order for epoch 0 than before the state was saved"):
         next(iter(other))
     dice = make(0, 1, DataLoader(Numbers(30), 2, sampler=Dice(30)))
-    next(iter(dice))
+    thrown = iter(dice)
+    next(thrown)
     dice.load_state_dict({**dice.state_dict(), "position": 4})
     with pytest.raises(StateError, match="draws from random numbers of its own"):
         next(iter(dice))

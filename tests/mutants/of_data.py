@@ -57,8 +57,8 @@ MUTATIONS = (
     Mutation(
         name="data: a resumed stream begins again",
         file=SOURCES,
-        old="itertools.islice(enumerate(self._loader, 1), position, None):\n",
-        new="itertools.islice(enumerate(self._loader, 1), 0, None):\n",
+        old="itertools.islice(enumerate(batches, 1), position, None):\n",
+        new="itertools.islice(enumerate(batches, 1), 0, None):\n",
         tests="tests/data/test_loader.py",
     ),
     Mutation(

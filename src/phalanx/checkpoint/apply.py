@@ -18,7 +18,7 @@ from ..errors import PlanError, StateError
 from ..plan import BucketPlan
 from ..zero.optimizer import ZeroRedundancyOptimizer
 from ..zero.partition.element import ElementPartition
-from .capture import Subject
+from .capture import STATES, Subject
 from .optimizers import OptimizerLoad
 from .randomness import seed_like, set_generator_state, set_randomness
 from .reshard import renamed
@@ -110,6 +110,7 @@ class Restoration:
         self._optimizers: list[OptimizerLoad] = []
         if choice.wants(OPTIMIZER):
             self._match_optimizers()
+        self._check_parts()
 
     def _leave(self, what: str, why: str) -> None:
         self.result.left_out.append(f"{what}: {why}")
@@ -168,15 +169,25 @@ class Restoration:
 
     def _match_optimizers(self) -> None:
         labels = self.source.labels()
+        own = (self.source.own(STATES, self._rank) if self._same_world else None) or {}
         for label, optimizer in self._subject.optimizers.items():
             if label not in labels and not self._choice.strict:
                 self._leave(label, "not in the checkpoint")
                 continue
-            self._optimizers.append(OptimizerLoad(label, optimizer, self._subject.param_names(), self.source, self._choice))
+            names, mine = self._subject.param_names(), own.get(label, {})
+            self._optimizers.append(OptimizerLoad(label, optimizer, names, self.source, self._choice, mine))
             self.result.left_out += self._optimizers[-1].left_out
         for label in labels:
             if label not in self._subject.optimizers:
                 self._leave(label, "saved, but there is no such optimizer here")
+
+    def _check_parts(self) -> None:
+        """Ask those that can say so, as our loader, whether they will load what was saved."""
+        for name, part in self._subject.parts.items():
+            check = getattr(part, "check_state_dict", None)
+            state = self._saved_by(name) if check is not None and self._choice.wants(name) else None
+            if check is not None and state is not None:
+                check(state)
 
     # -- changes -------------------------------------------------------------------------------
 
@@ -228,16 +239,16 @@ class Restoration:
         """What this rank saved for itself. On another number of ranks, what rank 0 did."""
         if not self._choice.wants(component):
             return None
-        if self._same_world:
-            found = self.source.own(component, self._rank)
-        else:
-            found = self.source.own(component, 0)
-            if found is not None:
-                ranks = "one rank" if self.source.world == 1 else f"{self.source.world} ranks"
-                self._leave(component, f"saved by {ranks}; every rank has loaded rank 0's")
+        found = self._saved_by(component)
+        if found is not None and not self._same_world:
+            ranks = "one rank" if self.source.world == 1 else f"{self.source.world} ranks"
+            self._leave(component, f"saved by {ranks}; every rank has loaded rank 0's")
         if found is None:
             self._leave(component, "not in the checkpoint")
         return found
+
+    def _saved_by(self, component: str) -> Any:
+        return self.source.own(component, self._rank if self._same_world else 0)
 
     def _load_extra(self) -> None:
         saved = self._own("extra") if self._subject.extra else None
@@ -291,6 +302,10 @@ class Restoration:
         saved = self.source.own("gradients", self._rank) if self._same_world and self._choice.wants("gradients") else None
         if not self._same_world and self.source.texts[0].get("gradients") is not None:
             self._leave("gradients", "not used by a step when they were saved, and each rank's own")
+        if self._model and self._choice.wants("gradients"):
+            # Those that are there belong to other values of the parameters; added to the next ones, a NaN would come back.
+            for name in self._model.keys() & names.keys():
+                names[name].grad = None
         for name, grad in (saved or {}).items():
             param = names.get(self._choice.new_name(name))
             if param is not None and param.shape == grad.shape:

@@ -3,7 +3,7 @@
     component     whose                   tensors
     model         all ranks alike         model/<name>; buffers are rank 0's
     optimizer     alike, or ZeRO's parts  optimizer/<parameter>/<path>, optimizer:<label>/… for several
-    buffers, gradients, hook, plan, random, scheduler, loader, extra      each rank's own: rank-<n>/<component>/<path>
+    buffers, states, gradients, hook, plan, random, scheduler, loader, extra    each rank's own: rank-<n>/<component>/<path>
 
 Names are those of the plain model, without what wrappers and compilers put before them. Nothing is copied here.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -26,14 +26,13 @@ from ..optim.in_backward import InBackward
 from ..zero.optimizer import ZeroRedundancyOptimizer
 from ..zero.overlap.scattered_gradient import ScatteredGradient
 from .layout import Captured, whole_piece
-from .optimizers import capture_optimizer
+from .optimizers import capture_optimizer, own_states
 from .randomness import capture_randomness, generator_state
 from .tree import encode
 
 _COMPILED = "_orig_mod."
 _WRAPPERS = ("DistributedDataParallel", "DataParallel")
-# Of how many parameters it is looked whether their gradient has been used: all get theirs from the same backward.
-_NUM_WATCHED = 8
+STATES = "states"  # the component with the optimizers' states of parameters that a rank trains for itself
 
 
 class Subject:
@@ -120,8 +119,6 @@ class _Watch:
     """Which gradients an optimizer has used: those that were there, unchanged since, when its last step ended."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        self._params = params[:: max(1, len(params) // _NUM_WATCHED)]
         self._used: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
         self._optimizer = weakref.ref(optimizer)
         self._num_passes = 0
@@ -131,33 +128,38 @@ class _Watch:
         # Of gradients that are there already nobody can tell; most likely the last step has used them.
         self.note()
 
+    def _gradients(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """Those of all parameters that the optimizer has now: any one of them may be the only one that is trained."""
+        optimizer = self._optimizer()
+        for group in () if optimizer is None else optimizer.param_groups:
+            for param in group["params"]:
+                grad = param.grad
+                if grad is not None:
+                    yield id(param), grad
+
     def _count_passes(self) -> int:
         """How many backwards have been reduced: a divided gradient is one object for good, and tells nothing itself."""
         wrapper = getattr(self._optimizer(), "wrapper", None)
         return wrapper.reducer.step if isinstance(wrapper, DistributedDataParallel) else 0
 
     def note(self) -> None:
+        # After every step, so that it must stay at a reference and a number per parameter.
         self._num_passes = self._count_passes()
-        self._used = {}
-        for param in self._params:
-            if param.grad is not None:
-                self._used[id(param)] = (weakref.ref(param.grad), param.grad._version)
+        self._used = {key: (weakref.ref(grad), grad._version) for key, grad in self._gradients()}
 
     def sees_unused(self) -> bool:
-        for param in self._params:
-            grad = param.grad
-            if grad is None:
-                continue
+        has_passed = self._count_passes() != self._num_passes
+        for key, grad in self._gradients():
             if isinstance(grad, ScatteredGradient):
-                if not grad.is_zero and self._count_passes() != self._num_passes:
+                if has_passed and not grad.is_zero:
                     return True
                 continue
-            used, version = self._used.get(id(param), (None, -1))
+            used, version = self._used.get(key, (None, -1))
             # A weak reference and not an address alone: a new gradient may be where the used one was.
             if used is not None and id(used()) == id(grad) and grad._version == version:
                 continue
             # Zeroed in place is another version of nothing.
-            if bool(grad.any()):
+            if _is_something(grad):
                 return True
         return False
 
@@ -218,8 +220,11 @@ def capture(subject: Subject, rank: int) -> Captured:
     own: dict[str, Any] = {"random": capture_randomness()}
     if subject.model is not None:
         own["buffers"] = buffers
+    names, own_names = subject.param_names(), subject.own_names()
+    states = {label: own_states(one, names, own_names) for label, one in subject.optimizers.items()}
+    if any(states.values()):
+        own[STATES] = states
     if subject.has_unused_gradients():
-        names = subject.param_names()
         own["gradients"] = {name: param.grad for param, name in names.items() if param.grad is not None}
     own.update(_training_of(subject))
     own.update({name: part.state_dict() for name, part in subject.parts.items()})
@@ -235,9 +240,9 @@ def capture_learnt(subject: Subject, rank: int) -> tuple[Captured, dict[str, tor
     """Model and optimizers; and those of the model's tensors that are this rank's own, by name."""
     found = Captured()
     buffers = {} if subject.model is None else _capture_model(subject, found, rank == 0)
-    names = subject.param_names()
+    names, own_names = subject.param_names(), subject.own_names()
     for label, optimizer in subject.optimizers.items():
-        capture_optimizer(label, optimizer, names, found, rank == 0)
+        capture_optimizer(label, optimizer, names, found, rank == 0, own_names)
     return found, buffers
 
 

@@ -305,15 +305,16 @@ class Checkpointer:
             # What a crash in the first save leaves. So does a copy that was not finished, and then the run would start anew.
             warnings.warn(f"rank {self.rank}: {stopped} Nothing was restored.", stacklevel=2)
         damaged: list[str] = []
-        for text in names:
+        for text, num_bytes in names.items():
             name = SaveName.parse(text)
             assert name is not None, "rank 0 has listed names of saves"
             entry = Entry(name, f"{self.folder}/{text}", None)
-            prepared = self._prepared(lambda entry=entry: self._verified(entry), choice, text, damaged)
+            work_s = num_bytes / _SLOWEST_BYTES_PER_S
+            prepared = self._prepared(lambda entry=entry: self._verified(entry), choice, text, damaged, work_s)
             if prepared is not None:
                 return self._load(prepared)
             if step is not None:
-                raise StateError(f"{damaged[-1]} {self._offer(names)}")
+                raise StateError(f"{damaged[-1]} {self._offer(list(names))}")
             warnings.warn(f"rank {self.rank}: {damaged[-1]} Passed over for an older one.", stacklevel=2)
         if damaged:
             raise StateError(
@@ -322,18 +323,19 @@ class Checkpointer:
             )
         return None
 
-    def _candidates(self, step: int | None, choice: Choice) -> tuple[list[str], str]:
-        """The names of the saves to try, the newest first, and a word on those that were never committed.
+    def _candidates(self, step: int | None, choice: Choice) -> tuple[dict[str, float], str]:
+        """The saves to try, the newest first, with their sizes in bytes, and a word on those that were never committed.
 
         Rank 0's listing, since others may see another.
         """
-        mine: dict[str, Any] = {"names": [], "error": None, "stopped": ""}
+        mine: dict[str, Any] = {"names": {}, "error": None, "stopped": ""}
         if self.rank == 0:
             try:
                 there_are = entries(self._disk, self.folder)
                 found = [entry for entry in there_are if entry.commit is not None or entry.fault]
                 mine["stopped"] = never_committed(there_are)
-                mine["names"] = [str(entry.name) for entry in reversed(found) if step is None or entry.step == step]
+                wanted = [entry for entry in reversed(found) if step is None or entry.step == step]
+                mine["names"] = {str(entry.name): float(entry.about.get("total_bytes", 0)) for entry in wanted}
                 if step is not None and not mine["names"]:
                     there = sorted({entry.step for entry in found})
                     mine["error"] = f"there is no checkpoint of step {step} in {self.folder}; there are {there or 'none'}."
@@ -342,7 +344,7 @@ class Checkpointer:
         said = self._agreement.exchange(mine, f"restore(step={step}{choice.in_words()})")
         if said[0]["error"]:
             raise StateError(f"rank {self.rank}: {said[0]['error']}")
-        names: list[str] = said[0]["names"]
+        names: dict[str, float] = said[0]["names"]
         return names, str(said[0]["stopped"])
 
     def _verified(self, entry: Entry) -> Source:
@@ -359,15 +361,18 @@ class Checkpointer:
             raise Damaged(str(error)) from error
         return source
 
-    def _prepared(self, read: Any, choice: Choice, what: str, damaged: list[str] | None = None) -> Restoration | None:
-        """All checks, on all ranks; None if what was read is damaged, which goes to the list."""
+    def _prepared(
+        self, read: Any, choice: Choice, what: str, damaged: list[str] | None = None, work_s: float = 0.0
+    ) -> Restoration | None:
+        """All checks, on all ranks; None if what was read is damaged, which goes to the list.
+
+        `work_s` is how long any rank may read. It is known before: a rank that finds damage at once waits for those that
+        go on reading.
+        """
         mine: dict[str, Any] = {"damage": None, "error": None}
         prepared: Restoration | None = None
-        work_s = 0.0
         try:
-            source = read()
-            work_s = _reading_s(source)
-            prepared = Restoration(self._subject, source, choice, self.rank, self.world)
+            prepared = Restoration(self._subject, read(), choice, self.rank, self.world)
         except Damaged as error:
             mine["damage"] = str(error)
         except Exception as error:  # all ranks have to hear of it before any of them changes something

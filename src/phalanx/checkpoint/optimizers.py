@@ -6,7 +6,7 @@ any other loads, whole or divided. Must not know of models, schedulers or files.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -68,16 +68,41 @@ def options_of(groups: Sequence[Mapping[str, Any]], label: str, names: Sequence[
 # -- out -------------------------------------------------------------------------------------------
 
 
-def capture_optimizer(label: str, optimizer: Any, names: Names, found: Captured, tells: bool) -> None:
-    """Add an optimizer. With `tells` this rank speaks for all where they hold the same."""
+def capture_optimizer(
+    label: str, optimizer: Any, names: Names, found: Captured, tells: bool, own: Collection[str] = ()
+) -> None:
+    """Add an optimizer. With `tells` this rank speaks for all where they hold the same.
+
+    `own` are parameters that each rank trains for itself: of their states the one of the rank that tells is added, for
+    those who load on another number of ranks; `own_states` has each rank's.
+    """
     if isinstance(optimizer, ZeroRedundancyOptimizer):
         _capture_sharded(label, optimizer, names, found)
     else:
-        _capture_plain(label, members(optimizer), names, found, tells)
+        _capture_plain(label, members(optimizer), names, found, tells, own)
+
+
+def own_states(optimizer: Any, names: Names, own: Collection[str]) -> dict[str, Any]:
+    """The states of the parameters that this rank trains for itself, by name; empty for one that has none yet."""
+    # What ZeRO steps it makes alike, whoever reduced it or not.
+    if isinstance(optimizer, ZeroRedundancyOptimizer):
+        return {}
+    found = {}
+    for one in members(optimizer):
+        for group in one.param_groups:
+            for param in group["params"]:
+                if names.get(param) in own:
+                    found[names[param]] = dict(one.state.get(param, {}))
+    return found
 
 
 def _capture_plain(
-    label: str, optimizers: Sequence[torch.optim.Optimizer], names: Names, found: Captured, tells: bool
+    label: str,
+    optimizers: Sequence[torch.optim.Optimizer],
+    names: Names,
+    found: Captured,
+    tells: bool,
+    own: Collection[str],
 ) -> None:
     groups = [group for one in optimizers for group in one.param_groups]
     params = [param for group in groups for param in group["params"]]
@@ -87,8 +112,9 @@ def _capture_plain(
         _refuse_foreign(label, optimizer, params)
     for param, name in zip(params, called, strict=True):
         state = next((one.state[param] for one in optimizers if param in one.state), None)
-        if not state:
+        if not state or (name in own and not tells):
             continue
+        kept = found.own if name in own else found.alike
         states[name], leaves = describe(state, param, f"{label}: '{name}'")
         for path, leaf in leaves.items():
             # In the order of the parameter's memory, in which ZeRO cuts it, whatever strides the optimizer chose.
@@ -97,7 +123,7 @@ def _capture_plain(
                 piece = Piece("", info_of_spec(spec, leaf.dtype), 0, flatten(leaf.detach(), spec))
             else:
                 piece = whole_piece(path, leaf)
-            found.alike.append(Piece(f"{label}/{name}/{path}", piece.info, 0, piece.values))
+            kept.append(Piece(f"{label}/{name}/{path}", piece.info, 0, piece.values))
     # The same on every rank, so that one of them says it.
     if tells:
         told = {"class": type(optimizers[0]).__name__, "groups": list(options_of(groups, label, called)), "states": states}
@@ -146,9 +172,14 @@ def _leaf_info(leaf: Leaf, spec: ParamSpec) -> TensorInfo:
 
 
 class OptimizerLoad:
-    """One optimizer's state, checked and then set: of any class, whole or divided."""
+    """One optimizer's state, checked and then set: of any class, whole or divided.
 
-    def __init__(self, label: str, optimizer: Any, names: Names, source: Source, choice: Chosen) -> None:
+    `own` are the states that this rank had saved for itself; they stand for those that all ranks have in common.
+    """
+
+    def __init__(
+        self, label: str, optimizer: Any, names: Names, source: Source, choice: Chosen, own: Mapping[str, Any]
+    ) -> None:
         self._label, self._optimizer, self._source = label, optimizer, source
         self.left_out: list[str] = []
         told = source.optimizer(label)
@@ -162,16 +193,21 @@ class OptimizerLoad:
         self._saved_names = [saved.get(name, saved.get(f"#{n}")) for n, name in enumerate(called)]
         self._options = self._match_groups(told, called, choice)
         self._trees: dict[int, Any] = {}
-        keys = state_keys(self._class())
+        self._own: dict[int, Any] = {}
+        # States of parameters that were not chosen stay as they are.
+        self._kept = {n for n, name in enumerate(self._saved_names) if name is None or choice.skips(called[n])}
         for index, name in enumerate(self._saved_names):
+            if name is not None and name in own and index not in self._kept and not is_zero:
+                self._own[index] = own[name]
+                self._check_keys(own[name], called[index])
+                continue
             tree = told["states"].get(name)
             if tree is None:
                 continue
-            if choice.skips(called[index]):
+            if index in self._kept:
                 self.left_out.append(f"{label} '{called[index]}': skipped")
                 continue
-            if keys is not None:
-                check_keys(set(tree.get("dict", ())), keys, f"'{called[index]}'", self._class().__name__)
+            self._check_keys(tree.get("dict", ()), called[index])
             self._check_shapes(index, tree, called[index])
             self._trees[index] = tree
 
@@ -199,6 +235,11 @@ class OptimizerLoad:
             tree = source_groups[first]["options"] if first is not None else {}
             found.append(decode(tree, _no_leaf))
         return found
+
+    def _check_keys(self, found: Collection[str], name: str) -> None:
+        keys = state_keys(self._class())
+        if keys is not None:
+            check_keys(set(found), keys, f"'{name}'", self._class().__name__)
 
     def _check_shapes(self, index: int, tree: Any, name: str) -> None:
         for leaf in leaves_of(tree):
@@ -234,14 +275,20 @@ class OptimizerLoad:
                 for extent in local.extents.get((index, leaf.path), ()):
                     if extent.values.numel():
                         extent.values.copy_(self._source.ordered(key, like, extent.start, extent.stop))
+        live = sharded.optim.state
+        kept = {one.key: live[one.key] for one in sharded.partition.owned if one.index in self._kept and one.key in live}
         sharded.set_state(local)
+        sharded.optim.state.update(kept)
         optimizer.set_options(self._options)
 
     def _set_plain(self) -> None:
         at = 0
         for one in self._members:
             count = sum(len(group["params"]) for group in one.param_groups)
-            states = {index - at: self._rebuilt(index) for index in range(at, at + count) if index in self._trees}
+            chosen = [index for index in range(at, at + count) if index in self._trees or self._own.get(index)]
+            states = {index - at: self._rebuilt(index) for index in chosen}
+            unchosen = [self._params[index] for index in range(at, at + count) if index in self._kept]
+            unchanged = {param: one.state[param] for param in unchosen if param in one.state}
             groups, number = [], 0
             for group in one.param_groups:
                 # Lists of options are by group of the whole optimizer; identity finds the place.
@@ -252,6 +299,7 @@ class OptimizerLoad:
                 groups.append({**kept, **options, "params": numbers})
             one.load_state_dict({"state": states, "param_groups": groups})
             self._restore_dtypes(one, states)
+            one.state.update(unchanged)
             at += count
 
     def _restore_dtypes(self, optimizer: torch.optim.Optimizer, states: Mapping[int, Any]) -> None:
@@ -265,6 +313,8 @@ class OptimizerLoad:
                     mine[key] = value.to(loaded.device)
 
     def _rebuilt(self, index: int) -> Any:
+        if index in self._own:
+            return self._own[index]
         param = self._params[index]
 
         def leaf(leaf: Leaf) -> torch.Tensor:

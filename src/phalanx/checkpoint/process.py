@@ -88,7 +88,12 @@ class Writer(abc.ABC):
         self._start()
         self.save, self._outcome = job.manifest.save, None
         self.progress = f"step {job.manifest.about.get('step')}: {job.manifest.num_bytes / 1e6:.0f} MB to write"
-        self._send(job)
+        try:
+            self._send(job)
+        except BaseException:
+            # Nobody would ever report on it. A writer that got half of the job must not read the next one as its rest.
+            self.give_up()
+            raise
 
     def poll(self, wait_s: float = 0.0) -> str | None:
         """None while the job runs, then "" if it was committed, or what went wrong. Then there is no job any more."""
@@ -169,7 +174,6 @@ class WriterProcess(Writer):
             self._process.stdin.write(job.to_lines())
             self._process.stdin.flush()
         except OSError as error:
-            self.save = None
             raise CheckpointError(f"the writer process {self._process.pid} has died: {error}.") from error
 
     def _reports(self, wait_s: float) -> list[dict[str, Any]]:

@@ -7,6 +7,8 @@ gradients. Which batches there are is the source's business.
 from __future__ import annotations
 
 import contextlib
+import enum
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -24,6 +26,21 @@ from .values import Exchange
 
 _ENDINGS = ("weight", "join", "drop")
 _VERSION = 1
+
+
+class _Loop(enum.Enum):
+    """Where the `for` loop over a loader stands.
+
+        NONE ──► RUNNING ──► NONE       an epoch from its first batch, or from a loaded state, to its end
+                 RUNNING ──► LEFT       by break, return or an exception; the next loop is the next epoch
+                 RUNNING ──► MOVED      the loop's body has loaded a state; the loop goes on from there, or if it is left
+                                        after that, the next one does
+    """
+
+    NONE = enum.auto()
+    RUNNING = enum.auto()
+    MOVED = enum.auto()
+    LEFT = enum.auto()
 
 
 class Loader:
@@ -72,8 +89,8 @@ class Loader:
         """How much the batch in hand counts on this rank: its samples, or what `count` says. 0 for a stand-in."""
         self._position = 0
         self._expected_digest = ""
-        self._under_way = False
-        self._is_dealt_anew = False
+        self._loop, self._num_loops = _Loop.NONE, 0
+        self._handled: int | None = None
         self.after_batch: Callable[[], None] | None = None
         """Called when the loop's body has run, before the next batch is fetched; for whoever counts steps."""
 
@@ -82,10 +99,21 @@ class Loader:
         return len(self._source)
 
     def __iter__(self) -> Iterator[Any]:
-        if self._under_way:
-            self._next_epoch()  # the loop before was left early
-        self._under_way = True
-        epoch = self.epoch
+        if self._loop in (_Loop.RUNNING, _Loop.LEFT):
+            self._go_to(self.epoch + 1)  # the loop before was left early
+        self._loop, self._num_loops, self._handled = _Loop.RUNNING, self._num_loops + 1, _being_handled()
+        mine = self._num_loops
+        try:
+            yield from self._rest_of(self.epoch)
+        except GeneratorExit:
+            # An iterator that is thrown away later than the next loop begins has no say any more.
+            if mine == self._num_loops:
+                self._loop = _Loop.LEFT if self._loop is _Loop.RUNNING else _Loop.NONE
+            raise
+        self._loop = _Loop.NONE
+
+    def _rest_of(self, epoch: int) -> Iterator[Any]:
+        """Batches until another epoch is the next one: at the end of this one, or of a state that was loaded meanwhile."""
         while self.epoch == epoch:
             expected, self._expected_digest = self._expected_digest, ""
             for batch in self._source.epoch(self.epoch, self._position, expected):
@@ -94,13 +122,12 @@ class Loader:
                     yield self._on_device(batch.value)
                 if self.after_batch is not None:
                     self.after_batch()
-                if self._is_dealt_anew:
+                if self._loop is _Loop.MOVED:
                     break
-            if not self._is_dealt_anew:
-                self._next_epoch()
-            # Otherwise the loop goes on with what is left, unless this was the last batch of its epoch.
-            self._is_dealt_anew = False
-        self._under_way = False
+            if self._loop is not _Loop.MOVED:
+                self._go_to(self.epoch + 1)
+            # Otherwise the loop goes on with what is left there, unless that is of another epoch.
+            self._loop = _Loop.RUNNING
 
     def go_on(self, state: Mapping[str, Any], in_loop: bool) -> None:
         """There are other ranks now: deal to those what is left after `state`. Every rank calls it.
@@ -110,7 +137,7 @@ class Loader:
         self._check_same(self._given, self._sharded)
         self._source = source_of(self._given, self._exchange, self._settings, self._sharded)
         self.load_state_dict(state)
-        self._under_way = self._is_dealt_anew = in_loop
+        self._loop = _Loop.MOVED if in_loop else _Loop.NONE
 
     @property
     def any_world(self) -> bool:
@@ -119,12 +146,23 @@ class Loader:
 
     def set_epoch(self, epoch: int) -> None:
         """Go on with the beginning of `epoch`; for programs that count epochs themselves. Not needed otherwise."""
-        self.epoch, self._position, self._under_way, self._expected_digest = epoch, 0, False, ""
+        self._go_to(epoch)
+        in_loop = self._loop in (_Loop.RUNNING, _Loop.MOVED)
+        self._loop = _Loop.MOVED if in_loop else _Loop.NONE
+
+    def _go_to(self, epoch: int, position: int = 0, digest: str = "") -> None:
+        self.epoch, self._position, self._expected_digest = epoch, position, digest
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the run is: the same on every rank, so one saves it for all. The batch in hand counts as used."""
+        """Where the run is: the same on every rank, so one saves it for all. The batch in hand counts as used.
+
+        After a loop that was left early it is the next epoch; but while the exception that left it is being handled it is
+        the place in the epoch: such a save is for a run that is to go on there.
+        """
         epoch, position = self.epoch, self._position
-        if position and self._source.is_over(position):
+        # An order that was not drawn yet is that of a loaded state, which had something left.
+        is_over = position and not self._expected_digest and self._source.is_over(position)
+        if is_over or (self._loop is _Loop.LEFT and _being_handled() == self._handled):
             epoch, position = epoch + 1, 0
         return {
             "version": _VERSION,
@@ -132,12 +170,13 @@ class Loader:
             "epoch": epoch,
             "position": position,
             "seed": self._source.seed,
-            "order": self._source.digest if position else "",
+            "seeds": list(self._source.seeds),
+            "order": (self._expected_digest or self._source.digest) if position else "",
             "world": self._exchange.world,
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state` was saved. Raises StateError, and changes nothing, if that place cannot be found here."""
+    def check_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raise StateError if the place of `state` cannot be found here. Changes nothing."""
         missing = {"version", "unit", "epoch", "position", "seed", "order", "world"} - set(state)
         if missing or state["version"] != _VERSION:
             raise StateError(f"this is no state of a loader of version {_VERSION}: it lacks {sorted(missing) or 'nothing'}")
@@ -151,12 +190,18 @@ class Loader:
                 f"a stream that was read on {state['world']} ranks stands in the middle of epoch {state['epoch']} and "
                 f"cannot be taken up on {self._exchange.world}. Use as many ranks, or begin the next epoch with set_epoch."
             )
-        self._source.seed = int(state["seed"])
-        self.set_epoch(int(state["epoch"]))
-        self._position, self._expected_digest = int(state["position"]), str(state["order"])
 
-    def _next_epoch(self) -> None:
-        self.set_epoch(self.epoch + 1)
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state` was saved: the next loop does, or the one whose body calls this, if that is of its epoch.
+
+        Raises StateError, and changes nothing, if that place cannot be found here.
+        """
+        self.check_state_dict(state)
+        # Other ranks have seeds of their own; only rank 0's is that of what is dealt out.
+        saved = [int(seed) for seed in state.get("seeds", [state["seed"]])]
+        self._source.seeds = saved if len(saved) == self._exchange.world else [saved[0], *self._source.seeds[1:]]
+        self.set_epoch(int(state["epoch"]))
+        self._go_to(int(state["epoch"]), int(state["position"]), str(state["order"]))
 
     def _on_device(self, value: Any) -> Any:
         if self._device.type == "cpu":
@@ -222,6 +267,12 @@ class Loader:
                         f"{found[0][name]}. Give every rank the same dataset and settings, or, if each has data of its own, "
                         "pass sharded=True."
                     )
+
+
+def _being_handled() -> int | None:
+    """Which exception the caller is handling, by its identity: kept itself, it would keep all its frames alive."""
+    error = sys.exc_info()[1]
+    return None if error is None else id(error)
 
 
 def _takes_no_single(model: nn.Module | None) -> str:

@@ -46,6 +46,8 @@ class EpochOrder:
         self._sampler, self._exchange = sampler, exchange
         self.digest = ""
         """Of the last order drawn: how a resumed run knows that it draws what was drawn before."""
+        self.total = 0
+        """How long the last order drawn is."""
 
     def __len__(self) -> int:
         return len(self._sampler)
@@ -69,7 +71,7 @@ class EpochOrder:
                 )
         if len(set(digests)) > 1:
             order = self._exchange.from_first(order)
-        self.digest = digests[0]
+        self.digest, self.total = digests[0], len(order)
         if expected and expected != self.digest:
             raise StateError(
                 f"rank {self._exchange.rank}: the sampler drew another order for epoch {epoch} than before the state was "

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import abc
 import itertools
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,7 @@ from torch.utils.data.distributed import DistributedSampler
 from ..errors import ConfigError
 from .deal import Share, deal, num_shares
 from .order import EpochOrder, epoch_seed, initial_seed, set_epoch
+from .secluded import Secluded
 from .stream import Collated, CollateDealt, StreamPart
 from .values import Exchange
 
@@ -68,7 +70,8 @@ class Source(abc.ABC):
         self._generator = torch.Generator()
         samplers = (given.sampler, getattr(given.batch_sampler, "sampler", None))
         generators = [getattr(sampler, "generator", None) for sampler in samplers]
-        self.seed: int = exchange.from_first(initial_seed(*generators, given.generator))
+        self.seeds: list[int] = exchange.all_objects(initial_seed(*generators, given.generator))
+        """Where each rank's random numbers start. Rank 0's is everybody's, except for data of each rank's own."""
 
     @abc.abstractmethod
     def __len__(self) -> int:
@@ -85,6 +88,11 @@ class Source(abc.ABC):
     def hazard(self, takes_no_single: str) -> str:
         """What is wrong with the end of every epoch, in words; `takes_no_single` is a layer that refuses a batch of one."""
         return ""
+
+    @property
+    def seed(self) -> int:
+        """Where the random numbers of all ranks start."""
+        return self.seeds[0]
 
     @property
     def digest(self) -> str:
@@ -140,7 +148,8 @@ class _Dealt(Source):
         return self._order.digest
 
     def is_over(self, position: int) -> bool:
-        return next(self._deal(position, len(self._order)), None) is None
+        # As long as it was drawn: what a sampler says about its length may be an estimate, or nothing.
+        return next(self._deal(position, self._order.total), None) is None
 
     def epoch(self, number: int, position: int, digest: str) -> Iterator[Batch]:
         self._begin(number, self._exchange.rank)
@@ -266,7 +275,8 @@ class Stream(Source):
         # The same on every rank, for a stream that shuffles with the seed of its DataLoader process.
         self._begin(number, 0)
         found: Collated
-        for step, found in itertools.islice(enumerate(self._loader, 1), position, None):
+        batches = Secluded(self._loader, epoch_seed(self.seed, number))
+        for step, found in itertools.islice(enumerate(batches, 1), position, None):
             yield Batch(found.value, found.num_samples, step, found.is_even)
 
 
@@ -279,18 +289,21 @@ class Own(Source):
         return len(self._given)
 
     def epoch(self, number: int, position: int, digest: str) -> Iterator[Batch]:
-        self._begin(number, self._exchange.rank)
-        set_epoch(number, self._given.sampler, self._given.batch_sampler)
-        mine = itertools.islice(iter(self._given), position, None)
+        given = self._given
+        parts = [given, given.sampler, given.batch_sampler, getattr(given.batch_sampler, "sampler", None)]
+        set_epoch(number, given.dataset, *parts[1:3])
+        # By this rank's own seed: samplers that divide one dataset draw alike where the script has seeded ranks alike.
+        mine = Secluded(given, epoch_seed(self.seeds[self._exchange.rank], number), parts)
+        # A rank that was out of batches already stands in with its last one.
+        last = list(deque(itertools.islice(mine, position), maxlen=1))
         if self._settings.ending == "join":
             for step, value in enumerate(mine, position + 1):
                 yield Batch(value, _length(value), step, False)
         else:
-            yield from self._together(mine, position)
+            yield from self._together(mine, last, position)
 
-    def _together(self, mine: Iterator[Any], position: int) -> Iterator[Batch]:
+    def _together(self, mine: Iterator[Any], last: list[Any], position: int) -> Iterator[Batch]:
         """Go on until the last rank is out of batches (weight), or until the first is (drop)."""
-        last: list[Any] = []
         for step in itertools.count(position + 1):
             found = list(itertools.islice(mine, 1))
             left = self._exchange.number_with(bool(found))

@@ -40,6 +40,8 @@ class Owner:
     ledger: Ledger = field(default_factory=lambda: Ledger([]))
     # A lower bound of (owner's clock - caller's clock), refreshed by every answer that carries a clock.
     clock_lead_s: float = 0.0
+    # When its last answer arrived, on the caller's clock. Others may be waited for long after that.
+    answered: float = 0.0
     # An answer went missing, and with it perhaps a change of options made by the owner.
     stale: bool = False
 
@@ -49,7 +51,7 @@ class Owner:
 
     def note_clock(self, owner_clock: float) -> None:
         """Learn from a clock reading that was taken just before the answer was sent."""
-        self.clock_lead_s = owner_clock - time.monotonic()
+        self.clock_lead_s = owner_clock - self.answered
 
     def note_created(self, created: Created) -> None:
         """Take over what `create` answered."""
@@ -71,6 +73,8 @@ class Pending:
     wait: Callable[[], Any]
     changes: Changes | None
     read: Callable[[Any], Any]
+    # When the answer came, noted by the thread that took it in.
+    arrivals: list[float] = field(default_factory=list)
 
 
 @dataclass
@@ -126,7 +130,10 @@ def collect(pendings: Sequence[Pending], timeout_s: float | None = None) -> Answ
     # The caller's own share first: the other owners are working meanwhile.
     for pending in sorted(pendings, key=lambda pending: not pending.owner.is_caller):
         try:
-            record, result, *told = pending.read(pending.wait())
+            answer = pending.wait()
+            # A waiter may go on before the note is made; then the answer came this moment.
+            pending.owner.answered = pending.arrivals[0] if pending.arrivals else time.monotonic()
+            record, result, *told = pending.read(answer)
         except Exception as error:
             pending.owner.stale = True
             answers.failures.append(_unanswered(pending.owner.name, error, timeout_s))
@@ -159,7 +166,11 @@ def _launch(
         return Pending(owner, lambda: function(*args), changes, read)
     limit = {} if timeout_s is None else {"timeout": timeout_s}
     try:
-        return Pending(owner, rpc.rpc_async(owner.info, function, args=args, **limit).wait, changes, read)
+        future = rpc.rpc_async(owner.info, function, args=args, **limit)
+        pending = Pending(owner, future.wait, changes, read)
+        arrivals = pending.arrivals
+        future.add_done_callback(lambda _: arrivals.append(time.monotonic()))
+        return pending
     except Exception as error:
         refused = error
 

@@ -389,6 +389,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         """Take over the options of groups, after the state was set part by part (`sharded`). The same on every rank."""
         for group, loaded in zip(self.param_groups, options, strict=True):
             group.update(loaded)
+        # AdamW, for one, does not take over from Adam how weight decay is meant. States are set already.
+        self._normalised({}, self.param_groups)
         self._sharded.local.pull(self.param_groups)
         self._consolidated = None
         self._has_state = True

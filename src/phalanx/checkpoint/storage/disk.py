@@ -108,6 +108,10 @@ class Disk:
         """Delete a folder with all that is in it."""
         shutil.rmtree(path)
 
+    def is_link(self, path: str) -> bool:
+        """Whether a name is only a link to what lies elsewhere."""
+        return os.path.islink(path)
+
     # -- what a reader does --------------------------------------------------------------------
 
     def names(self, folder: str) -> list[str]:
@@ -196,6 +200,9 @@ class RemoteDisk(Disk):
 
     def remove_folder(self, path: str) -> None:
         self._system.rm(path, recursive=True)
+
+    def is_link(self, path: str) -> bool:
+        return False
 
     def names(self, folder: str) -> list[str]:
         self._system.invalidate_cache()

@@ -287,7 +287,13 @@ def prune(disk: Disk, folder: str, keep: Keep, dry_run: bool = False) -> list[En
 
 
 def delete(disk: Disk, entry: Entry) -> None:
-    """Delete one save. Stopped midway, it leaves a folder without a commit, never half a checkpoint."""
+    """Delete one save. Stopped midway, it leaves a folder without a commit, never half a checkpoint.
+
+    Of a save that is a link into another folder only the link goes: what it leads to is somebody else's.
+    """
+    if disk.is_link(entry.path):
+        disk.remove(entry.path)
+        return
     with contextlib.suppress(FileNotFoundError):
         disk.remove(f"{entry.path}/{COMMITTED}")
     disk.sync_folder(entry.path)
@@ -295,6 +301,9 @@ def delete(disk: Disk, entry: Entry) -> None:
 
 
 def _is_abandoned(disk: Disk, entry: Entry, after_s: float) -> bool:
+    # No save makes a link: one that leads nowhere may be of an archive that is not mounted now.
+    if disk.is_link(entry.path):
+        return False
     paths = [entry.path, *(f"{entry.path}/{name}" for name in disk.names(entry.path))]
     latest = 0.0
     for path in paths:
