@@ -26,7 +26,7 @@ import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from ..engine import BackwardEnd, current_backward
+from ...optim.engine import BackwardEnd, current_backward
 from ..frames import untraced
 from ..reducer.hooks import remove_all
 from ..reducer.listener import Listener

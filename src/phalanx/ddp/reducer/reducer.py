@@ -26,6 +26,7 @@ from ...comm.memory.heap import trim_heap
 from ...comm.memory.left_over import drop_left_over
 from ...comm.memory.segment import trim_shared
 from ...errors import PhalanxError, ReductionError
+from ...optim.engine import current_backward
 from ...plan import Bucket as PlannedBucket
 from ...plan import BucketPlan
 from ..buckets import slot
@@ -33,7 +34,6 @@ from ..buckets.bucket import Bucket, Contents
 from ..buckets.dense import DenseBucket
 from ..buckets.sparse import SparseBucket
 from ..buckets.tail import Tail, exact_ranks
-from ..engine import current_backward
 from ..frames import untraced
 from ..like_torch.reducer import TorchReducer
 from ..messages import torn, unused_everywhere
