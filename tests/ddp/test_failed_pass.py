@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from typing import Any
 
 import pytest
 import torch
 from torch import nn, optim
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState as TorchPowerSGDState
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import powerSGD_hook as torch_powerSGD_hook
 
 import phalanx
-from phalanx.comm.hooks import allreduce_hook
+from phalanx.comm.hooks import Int8State, PowerSGDState, TopKState, allreduce_hook, int8_hook, powerSGD_hook, topk_hook
 from tests.cluster import run_ranks
-from tests.ddp.by_hand import alike, assert_mean, everywhere, inputs, mean_by_hand, unwrapped, widths
+from tests.ddp.by_hand import SMALL, alike, assert_mean, everywhere, inputs, mean_by_hand, unwrapped, widths
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.covering(2)]
 
@@ -402,3 +405,80 @@ def test_parameters_that_are_between_two_steps_are_refused_for_good(
 ) -> None:
     for said in run_ranks(2, raise_amid_updates, width, options, backend=backend):
         assert all("between two steps" in message and "Load a checkpoint" in message for message in said)
+
+
+COMPRESSING: dict[str, Any] = {
+    "top-k": (lambda: TopKState(None, ratio=0.1), topk_hook),
+    "int8": (Int8State, int8_hook),
+    "powersgd": (lambda: PowerSGDState(None, start_powerSGD_iter=0), powerSGD_hook),
+}
+
+
+def compressed(rank: int, world: int, width: int, hook: str, lose: str | None) -> None:
+    """Training with a pass that is lost in between, and the same without it, bit for bit; `lose`: in which way."""
+    trained = []
+    for loses in (False, True):
+        model = Deep(width)
+        cap_mb = (width + 1) * width * 4 / 2**20
+        wrapped = phalanx.DistributedDataParallel(model, bucket_cap_mb=cap_mb, on_nonfinite=lose if lose == "skip" else None)
+        make, function = COMPRESSING[hook]
+        state = make()
+        wrapped.register_comm_hook(state, function)
+        optimizer = optim.SGD(wrapped.parameters(), lr=0.05)
+        for step in range(6):
+            if loses and step == 3:
+                before = state.state_dict()
+                _lose(wrapped, rank, width, lose)
+                # What is saved now, before the next forward brings the ranks together, is what the last step left.
+                if hook != "powersgd":
+                    torch.testing.assert_close(state.state_dict()["residuals"], before["residuals"], rtol=0, atol=0)
+            optimizer.zero_grad()
+            loss_of(wrapped, step, rank, width).backward()
+            optimizer.step()
+        trained.append([*(param.detach().clone() for param in model.parameters()), torch.tensor(state.iter)])
+    for without, with_loss in zip(*trained, strict=True):
+        assert torch.equal(without, with_loss), "the gradients of a pass that nobody used came back later"
+
+
+def _lose(wrapped: Any, rank: int, width: int, lose: str | None) -> None:
+    if lose == "raise":
+        break_once(wrapped, rank, width, breaks_at=1 + rank)
+        return
+    with pytest.warns(UserWarning, match="dropped on every rank"):
+        (loss_of(wrapped, 50, rank, width) * (float("inf") if rank == 1 else 1.0)).backward()
+
+
+@everywhere
+@widths
+@pytest.mark.parametrize("lose", ["raise", "skip"])
+@pytest.mark.parametrize("hook", COMPRESSING)
+def test_residuals_of_a_hook_know_nothing_of_a_pass_that_was_thrown_away(
+    hook: str, lose: str, width: int, backend: str
+) -> None:
+    run_ranks(2, compressed, width, hook, lose, backend=backend)
+
+
+def ask_alone(rank: int, world: int) -> list[int]:
+    """Rank 1 raises alone; both hear of it and go on. How many agreements each has taken part in by the end of each step."""
+    wrapped = phalanx.DistributedDataParallel(Deep(SMALL), bucket_cap_mb=0.001)
+    state = TorchPowerSGDState(None, start_powerSGD_iter=1000)
+    wrapped.register_comm_hook(state, torch_powerSGD_hook)
+    loss_of(wrapped, 0, rank, SMALL).backward()
+    wrapped.module.breaks_at = 1 if rank == 1 else None
+    with pytest.raises((BrokenLayer, phalanx.errors.ReductionError)):
+        loss_of(wrapped, 1, rank, SMALL).backward()
+    wrapped.module.breaks_at = None
+    with contextlib.suppress(phalanx.errors.ReductionError):
+        wrapped(inputs(2, rank, SMALL))
+    wrapped.reducer.collectives.board.retract_failure()
+    agreed = []
+    for step in range(2, 5):
+        wrapped.zero_grad()
+        loss_of(wrapped, step, rank, SMALL).backward()
+        agreed.append(wrapped.reducer.collectives.board.agreed)
+    return agreed
+
+
+def test_a_rank_that_gave_up_a_pass_by_a_hook_does_not_ask_for_an_agreement_alone() -> None:
+    first, second = run_ranks(2, ask_alone, backend="gloo")
+    assert first == second

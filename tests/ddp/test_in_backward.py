@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import phalanx
 from phalanx.optim import apply_in_backward
-from tests.cluster import run_ranks
+from tests.cluster import ClusterFailure, run_ranks
 from tests.ddp.by_hand import assert_mean, everywhere, inputs, mean_by_hand, unwrapped, widths
 from tests.ddp.zoo import batch, make
 
@@ -76,6 +77,83 @@ def test_it_works_without_a_wrapper_too(max_norm: float | None) -> None:
     for got, want in zip(_params(model), _params(reference), strict=True):
         torch.testing.assert_close(got, want)
     assert len(handle.param_groups) == len(list(model.parameters()))
+
+
+class _Breaks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        raise ArithmeticError("on purpose")
+
+
+class Segments(nn.Module):
+    """Layers in segments that reentrant checkpointing computes again, or not."""
+
+    def __init__(self, checkpointed: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.checkpointed = checkpointed
+        self.breaks_before: int | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number, layer in enumerate(self.layers):
+            # Without a node between two segments, and with one.
+            x = checkpoint(layer, x, use_reentrant=True) if self.checkpointed else layer(x)
+            x = torch.tanh(x) if number == 1 else x
+            x = _Breaks.apply(x) if number == self.breaks_before else x
+        return x
+
+
+@pytest.mark.parametrize("breaks_before", [None, 2, 0], ids=["none", "after one layer", "after three"])
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["plain", "reentrant"])
+def test_clipping_in_backward_is_over_whole_backwards_and_goes_on_after_one_that_raised(
+    checkpointed: bool, breaks_before: int | None
+) -> None:
+    model, reference = Segments(checkpointed), Segments(False)
+    handle = apply_in_backward(torch.optim.SGD, model.parameters(), lr=0.1, max_norm=0.01)
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
+    for step in range(4):
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step)).requires_grad_()
+        if step == 1 and breaks_before is not None:
+            model.breaks_before = breaks_before
+            with pytest.raises(ArithmeticError, match="on purpose"):
+                model(x).square().sum().backward()
+            model.breaks_before = None
+            model.zero_grad()
+        model(x).square().sum().backward()
+        reference(x).square().sum().backward()
+        norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.01)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert handle.last_norm is not None
+        torch.testing.assert_close(handle.last_norm, norm)
+        assert all(param.grad is None for param in model.parameters())
+        for got, want in zip(_params(model), _params(reference), strict=True):
+            torch.testing.assert_close(got, want)
+
+
+def with_an_outsider(rank: int, world: int, max_norm: float | None) -> float:
+    """A temperature that is not part of the model is stepped by the same call."""
+    model, temperature = make("mlp"), nn.Parameter(torch.ones(()))
+    apply_in_backward(torch.optim.SGD, [*model.parameters(), temperature], lr=0.1, max_norm=max_norm)
+    wrapped = phalanx.DistributedDataParallel(model)
+    for step in range(3):
+        (_loss(wrapped, step, rank) + temperature).backward()
+        assert temperature.grad is None
+    return temperature.item()
+
+
+def test_parameters_that_the_wrapper_does_not_have_are_stepped_on() -> None:
+    assert run_ranks(2, with_an_outsider, None) == pytest.approx([0.7, 0.7])
+
+
+def test_clipping_over_parameters_that_the_wrapper_does_not_have_is_refused() -> None:
+    with pytest.raises(ClusterFailure, match=r"max_norm got 1 of \d+ parameters that the wrapped model does not have"):
+        run_ranks(2, with_an_outsider, 0.1)
 
 
 def test_wrong_arguments_are_refused() -> None:

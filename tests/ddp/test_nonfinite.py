@@ -212,3 +212,16 @@ def test_where_backward_steps_it_does_not_say_that_nothing_was_given_out() -> No
     for first, second in run_ranks(2, overlapped_raise, backend="phalanx"):
         assert "(rank 1: '0.bias')" in first and "may have been stepped" in first and "No gradient" not in first
         assert "checkpoint" in second, "between two steps nobody trains on"
+
+
+def drift_check_of_other_parameters(rank: int, world: int) -> None:
+    wrapped = _wrapped(check_drift_every=1)
+    if rank == 1:
+        wrapped.module[0].extra = nn.Parameter(torch.ones(3))  # as an adapter that one rank alone has put in
+    with pytest.raises(MismatchError, match=r"the parameters: '0\.extra' is missing on rank 0, \(3,\) on rank 1"):
+        _backward(wrapped, None)
+
+
+@pytest.mark.parametrize("backend", ["gloo", "phalanx"])
+def test_replicas_of_other_parameters_are_told_so_and_not_compared(backend: str) -> None:
+    run_ranks(2, drift_check_of_other_parameters, backend=backend)

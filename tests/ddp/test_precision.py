@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import phalanx
+from phalanx.ddp.features.buffers import BufferHookLocation
 from tests.cluster import run_ranks
 from tests.ddp.by_hand import LARGE, SMALL, Net, assert_mean, everywhere, inputs, mean_by_hand, unwrapped
 
@@ -223,3 +225,46 @@ def test_sparse_gradients_of_low_precision_become_those_of_full_parameters(
     reduce_dtype: torch.dtype | None, backend: str
 ) -> None:
     run_ranks(2, train_sparse_low, reduce_dtype, backend=backend)
+
+
+class Counter(nn.Module):
+    """A buffer that each forward adds to, also one that backward computes again."""
+
+    def __init__(self, rank: int, recompute: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
+        self.recompute = recompute
+        self.register_buffer("level", torch.full((3,), float(rank)))
+
+    def body(self, x: torch.Tensor) -> torch.Tensor:
+        self.level[0] += 1.0
+        return self.norm(self.layer(x))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.body, x, use_reentrant=False) if self.recompute else self.body(x)
+
+
+def _mean_of_level(state: Any, buffers: dict[str, torch.Tensor]) -> list[torch.futures.Future[Any]]:
+    level = buffers["level"].div_(dist.get_world_size())
+    return [dist.all_reduce(level, async_op=True).get_future()]
+
+
+def change_buffers_after_forward(rank: int, world: int, recompute: bool) -> None:
+    config = phalanx.MixedPrecision(param_dtype=LOW, buffer_dtype=LOW)
+    wrapped = phalanx.DistributedDataParallel(Counter(rank, recompute), mixed_precision=config)
+    wrapped._register_buffer_comm_hook(None, _mean_of_level, BufferHookLocation.POST_FORWARD)
+    output = wrapped(torch.randn(4, 8, generator=torch.Generator().manual_seed(rank)))
+    wrapped.module.level[2] = 1.0 + 2**-20  # which the low precision does not have
+    before = {name: buffer.clone() for name, buffer in wrapped.module.named_buffers()}
+    output.float().square().mean().backward()
+    after = dict(wrapped.module.named_buffers())
+    assert torch.equal(after["level"][1:], before["level"][1:])
+    changed = not torch.equal(after["norm.running_mean"], before["norm.running_mean"])
+    assert changed == recompute, "what a module does to its buffers when it is computed again is kept"
+    assert after["level"][0] == before["level"][0] + 1.0 if recompute else torch.equal(after["level"], before["level"])
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["once", "computed again"])
+def test_buffers_changed_between_forward_and_backward_stay_so(recompute: bool) -> None:
+    run_ranks(2, change_buffers_after_forward, recompute)

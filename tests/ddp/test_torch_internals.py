@@ -11,7 +11,7 @@ from torch.autograd import Variable
 from torch.utils.checkpoint import checkpoint
 
 from phalanx.ddp.buckets.memory import is_unshared, references
-from phalanx.ddp.engine import BackwardEnd, accumulates, call_in_enclosing, enclosing_function
+from phalanx.optim.engine import BackwardEnd, accumulates, call_in_enclosing, enclosing_function
 
 
 def test_the_running_backward_has_an_id_and_a_nested_one_another() -> None:
@@ -61,7 +61,7 @@ def test_hooks_on_parameters_are_invisible_to_the_garbage_collector() -> None:
     assert held() is None, "a weak reference from the hook lets the cycle go"
 
 
-# -- ddp/engine.py: how a pass ends ----------------------------------------------------------------
+# -- optim/engine.py: how a pass ends ----------------------------------------------------------------
 
 
 class _End(BackwardEnd):
@@ -117,7 +117,7 @@ def test_the_engine_drops_a_callback_uncalled_before_the_exception_reaches_the_c
         finally:
             log.append("the caller")
     assert log == ["raised", "the caller"], (
-        "ddp/engine.py: BackwardEnd learns from its destruction that a backward raised. If the engine keeps callbacks for "
+        "optim/engine.py: BackwardEnd learns from its destruction that a backward raised. If the engine keeps callbacks for "
         "longer, the pass is not given up in time, and zero_grad() after the exception does not reach gradients in buckets"
     )
     # Torch keeps the nodes of a backward that a hook has ended until the next one.
@@ -133,7 +133,7 @@ def test_a_callback_that_was_called_is_dropped_without_another_word() -> None:
     assert log == ["ended"]
 
 
-# -- ddp/engine.py: which pass it is ---------------------------------------------------------------
+# -- optim/engine.py: which pass it is ---------------------------------------------------------------
 
 
 def _codes() -> list[Any]:
@@ -155,7 +155,7 @@ def test_frames_of_torch_are_on_the_stack_while_the_engine_runs() -> None:
     torch.autograd.grad(output, x)
     engine = torch.autograd.graph._engine_run_backward.__code__
     backward, grad = torch.autograd.backward.__code__, torch.autograd.grad.__code__
-    reason = "ddp/engine.py reads from these frames whether a pass accumulates (accumulates) and whether it is nested"
+    reason = "optim/engine.py reads from these frames whether a pass accumulates (accumulates) and whether it is nested"
     for stack, entry in zip(stacks, (backward, backward, grad), strict=True):
         assert stack.count(engine) == 1 and stack.count(entry) == 1, reason
         assert stack.index(engine) < stack.index(entry), reason
@@ -171,7 +171,7 @@ def test_the_entry_of_backward_has_its_inputs_in_a_local_of_that_name() -> None:
     output.backward(retain_graph=True, inputs=[x])
     torch.autograd.grad(output, x)
     assert found == [True, True, False, False], (
-        "ddp/engine.py: accumulates() tells a backward for all leaves, which ranks owe each other, from one for chosen "
+        "optim/engine.py: accumulates() tells a backward for all leaves, which ranks owe each other, from one for chosen "
         "inputs and from autograd.grad, by the frame of torch.autograd.backward and its local `inputs`"
     )
 
@@ -201,7 +201,7 @@ def test_the_node_that_runs_a_nested_backward_is_found_on_the_stack() -> None:
     outside.register_hook(lambda _: found.append(enclosing_function()))
     outside.backward()
     assert found == [None, inside.grad_fn], (
-        "ddp/engine.py: enclosing_function() finds the outermost pass of a nested one by the frame of "
+        "optim/engine.py: enclosing_function() finds the outermost pass of a nested one by the frame of "
         "BackwardCFunction.apply, whose local `self` is the node"
     )
 
@@ -224,8 +224,8 @@ def test_the_outer_pass_goes_on_to_a_node_whose_prehook_was_registered_meanwhile
     outside.backward()
     outer, nested, outer_again, last = log
     assert outer == outer_again != nested and last == "ended", (
-        "ddp/engine.py: call_in_enclosing() reaches the outer pass from a nested one by a prehook on the nodes that follow, "
-        "and queue_callback() there belongs to the outer pass"
+        "optim/engine.py: call_in_enclosing() reaches the outer pass from a nested one by a prehook on the nodes that "
+        "follow, and queue_callback() there belongs to the outer pass"
     )
 
 

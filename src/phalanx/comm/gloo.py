@@ -156,11 +156,10 @@ class GlooCollectives(TorchCollectives):
         work = dist.all_to_all_single(received, input, sizes, sizes, group=self.group, async_op=True)
         return SummedExchange(work, received, own, output, self._spares)
 
-    def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Work:
+    def all_gather_told(self, output: torch.Tensor, input: torch.Tensor) -> Work:
         num_bytes = output.numel() * output.element_size()
         if num_bytes < _LARGE_BYTES or not 1 < self.world <= _MOST_BROADCASTS:
-            return super().all_gather(output, input)
-        self._launches("all_gather", output)
+            return super().all_gather_told(output, input)
         parts = output.view(self.world, -1)
         if input.data_ptr() != parts[self.rank].data_ptr():
             parts[self.rank].copy_(input.view(-1))

@@ -108,7 +108,8 @@ class SparseSum:
             indices, values = self._cut(own, rows, dims)
             indices.copy_(tensor._indices())
             values.copy_(tensor._values())
-        return self._collectives.all_gather(self._parcels.view(-1), own)
+        # Of another size in each step, which the ranks have told each other in the last one.
+        return self._collectives.all_gather_told(self._parcels.view(-1), own)
 
     def _body_words(self, rows: int, dims: int) -> int:
         return rows * dims + -(-rows * self._row_numel(dims) * self._dtype.itemsize // _WORD)

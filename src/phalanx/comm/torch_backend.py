@@ -32,8 +32,7 @@ class TorchCollectives(Collectives):
 
     def _launches(self, verb: str, tensor: torch.Tensor, root: int = -1) -> None:
         """Compare the first collective of each kind with that of the other ranks: the transport would not."""
-        # Rows of sparse gradients travel as words of 64 bits, in sizes that the ranks have just told each other.
-        if self.world > 1 and tensor.dtype is not torch.int64 and self.board.reaches_others:
+        if self.world > 1 and self.board.reaches_others:
             self._agreement.launches(verb, tensor, root, self._nobody_comes)
 
     def comes_to(self, what: str, numel: int = 0) -> None:
@@ -66,6 +65,9 @@ class TorchCollectives(Collectives):
 
     def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Work:
         self._launches("all_gather", output)
+        return self.all_gather_told(output, input)
+
+    def all_gather_told(self, output: torch.Tensor, input: torch.Tensor) -> Work:
         work = dist.all_gather_single(as_real(output), as_real(input), group=self.group, async_op=True)
         return started(work, output)
 
@@ -101,6 +103,9 @@ class UnregisteredCollectives(TorchCollectives):
         return SlicedWork(work, mine, as_real(output).view(-1))
 
     def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Work:
+        return self.all_gather_told(output, input)
+
+    def all_gather_told(self, output: torch.Tensor, input: torch.Tensor) -> Work:
         parts = list(as_real(output).view(-1).chunk(self.world))
         # By this signature: such groups may be written in Python, and have one of c10d's several.
         return started(self.group.allgather([parts], [as_real(input).view(-1)], AllgatherOptions()), output)

@@ -25,13 +25,13 @@ from ..comm.memory.heap import keep_freed_memory
 from ..comm.replicate import replicate
 from ..comm.torch_backend import collectives_for
 from ..errors import PhalanxError, ReductionError
+from ..optim.engine import BackwardEnd
 from ..optim.in_backward import num_applied
 from ..plan import BucketPlan, build_plan, specs_of
 from ..plan.buckets import DEFAULT_CAP_BYTES
 from . import arguments
 from .agreement import verify_same
 from .buckets.tail import check_weight
-from .engine import BackwardEnd
 from .features.buffers import BufferHookLocation, BufferSync
 from .features.dist_autograd import current_context, gradients_of_context
 from .features.drift import DriftCheck

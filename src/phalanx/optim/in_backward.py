@@ -9,15 +9,15 @@ Must not know of process groups.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
 from ..errors import ArgumentTypeError, ConfigError
+from .engine import BackwardEnd, call_in_enclosing, enclosing_function
 
 _OWNERS = "_phalanx_in_backward"
 _num_applied = 0
@@ -39,14 +39,17 @@ class InBackward:
         self._optimizers = {param: optimizer_class([param], **options) for param in self.params}
         self._accumulating = False
         self._pending: list[torch.nn.Parameter] = []
-        self._handles: list[RemovableHandle] = []
+        # The end of the backward under way, or where it will be queued from: both belong to autograd and live as long.
+        self._end: Callable[[], _End | None] = _nothing
+        self._enclosing: Callable[[], Any] = _nothing
+        self._handles: dict[torch.nn.Parameter, RemovableHandle] = {}
         # The parameters keep this object alive through an attribute, which the garbage collector can
         # follow, and their hooks refer to it weakly, because those it cannot.
         reference = weakref.ref(self)
         for param in self.params:
             owners = param.__dict__.setdefault(_OWNERS, [])
             owners.append(self)
-            self._handles.append(param.register_post_accumulate_grad_hook(lambda p: _notify(reference, p)))
+            self._handles[param] = param.register_post_accumulate_grad_hook(lambda p: _notify(reference, p))
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -71,11 +74,23 @@ class InBackward:
         finally:
             self._accumulating = before
 
-    def hand_over(self) -> None:
-        """Stop stepping from hooks: a wrapper calls `gradients_ready` and `backward_ended` from now on."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+    def hand_over(self, params: Collection[torch.nn.Parameter]) -> None:
+        """Stop stepping `params` from hooks: a wrapper calls `gradients_ready` and `backward_ended` for them from now on.
+
+        Parameters that the wrapper does not have are stepped from their hooks as before. With `max_norm` they are
+        refused: what the wrapper knows of is only a part of the norm, and when they have gradient it does not know.
+        """
+        theirs = set(params)
+        num_others = sum(param not in theirs for param in self.params)
+        if num_others and self.max_norm is not None:
+            raise ConfigError(
+                f"apply_in_backward with max_norm got {num_others} of {len(self.params)} parameters that the wrapped model "
+                "does not have, or does not reduce: a norm over these and the model's is known to nobody during backward. "
+                "Give apply_in_backward the parameters of the wrapped model, and call it once more for the others."
+            )
+        for param in self.params:
+            if param in theirs and param in self._handles:
+                self._handles.pop(param).remove()
 
     def _on_gradient(self, param: torch.Tensor) -> None:
         if self._accumulating:
@@ -83,9 +98,30 @@ class InBackward:
         if self.max_norm is None:
             self._step(param)
             return
-        if not self._pending:
-            Variable._execution_engine.queue_callback(self.backward_ended)
+        if self._end() is None:
+            self._queue_end()
         self._pending.append(param)  # type: ignore[arg-type]
+
+    def _queue_end(self) -> None:
+        """Have the outermost pass that runs now call `backward_ended`: one inside it ends before all gradients are there."""
+        node = enclosing_function()
+        if node is not None and node is self._enclosing():
+            return  # another gradient of the same nested pass
+        self._pending.clear()  # of a backward that raised between two nested passes, of which nobody was told
+        if node is None:
+            self._queue_here()
+        else:
+            self._enclosing = weakref.ref(node)
+            call_in_enclosing(node, self._queue_here)
+
+    def _queue_here(self) -> None:
+        end = _End(self)
+        self._end = weakref.ref(end)
+        end.queue()
+
+    def backward_raised(self) -> None:
+        """What was waiting for the end waits no more: the user may have zeroed its gradients."""
+        self._pending.clear()
 
     def gradients_ready(self, params: Iterable[torch.nn.Parameter]) -> None:
         """These parameters hold their final gradient: step them now, or at the end with `max_norm`."""
@@ -110,6 +146,23 @@ class InBackward:
     def _step(self, param: torch.Tensor) -> None:
         self._optimizers[param].step()  # type: ignore[index]
         param.grad = None
+
+
+class _End(BackwardEnd):
+    """The end of a backward outside of any wrapper."""
+
+    __slots__ = ("_owner",)
+
+    def __init__(self, owner: InBackward) -> None:
+        super().__init__(owner.backward_ended)
+        self._owner = owner
+
+    def raised(self) -> None:
+        self._owner.backward_raised()
+
+
+def _nothing() -> None:
+    """No backward is under way."""
 
 
 def _notify(reference: weakref.ref[InBackward], param: torch.Tensor) -> None:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx.comm.torch_backend import TorchCollectives, collectives_for
-from phalanx.errors import CommunicationError, PeerFailure
+from phalanx.errors import CommunicationError, MismatchError, PeerFailure
 from tests.cluster import run_ranks
 
 
@@ -65,3 +65,35 @@ def _one_board(rank: int, world: int) -> None:
 @pytest.mark.parametrize("backend", ["gloo", "phalanx"])
 def test_collectives_have_one_board_and_are_freed_with_their_last_user(backend: str) -> None:
     run_ranks(1, _one_board, backend=backend)
+
+
+def _breaks(rank: int, world: int) -> tuple[str, tuple[int, ...]]:
+    """A hook's future of a collective for which rank 1 does not come: it breaks the group."""
+    assert dist.group.WORLD is not None
+    group: Any = dist.new_group([0, 1])
+    collectives = collectives_for(group)
+    dist.barrier(group)
+    if rank == 1:
+        group.abort()
+        return "", (1,)
+    work = collectives.all_reduce(torch.ones(4))
+    future = work.get_future().then(lambda done: done.value())
+    with pytest.raises(CommunicationError) as caught:
+        collectives.wait_future(future, "bucket 3, hook mine")
+    return str(caught.value), caught.value.ranks
+
+
+def test_a_failure_seen_through_the_future_of_a_hook_keeps_its_ranks() -> None:
+    (words, ranks), _ = run_ranks(2, _breaks, backend="phalanx")
+    assert words.startswith(("bucket 3, hook mine: rank 0", "bucket 3, hook mine: rank 1"))
+    assert ranks == (1,) and "at fault" not in words
+
+
+def _integers(rank: int, world: int) -> None:
+    collectives = collectives_for(dist.group.WORLD)
+    with pytest.raises(MismatchError, match="all_reduce of 4 x int64 on rank 0, all_reduce of 6 x int64 on rank 1"):
+        collectives.all_reduce(torch.ones(4 + 2 * rank, dtype=torch.int64))
+
+
+def test_whole_numbers_are_compared_before_they_are_given_to_gloo() -> None:
+    run_ranks(2, _integers, backend="gloo")

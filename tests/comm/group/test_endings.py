@@ -15,6 +15,8 @@ import torch.distributed as dist
 
 from phalanx.comm.group import lane, lane_work
 from phalanx.comm.group.process_group import PhalanxProcessGroup, collectives_of
+from phalanx.comm.shm.ops.call import Call
+from phalanx.comm.shm.transport.signature import Verb
 from phalanx.errors import CommunicationError, PeerFailure
 from tests.cluster import run_ranks, spawn_ranks
 
@@ -210,3 +212,34 @@ def _interrupt_everywhere(rank: int, world: int) -> int:
 def test_a_group_can_be_closed_wherever_an_interrupt_came() -> None:
     # Frames that were interrupted keep groups, and these their threads, as they would to the end of a process.
     assert run_ranks(1, _interrupt_everywhere, backend="gloo", allow_leaks=["native_threads"])[0] > 20
+
+
+class _Nothing:
+    """Operations that do nothing."""
+
+    rank = global_rank = 0
+    world = 1
+
+    def run(self, call: object) -> None: ...
+    def leave(self, reason: object) -> None: ...
+    def close(self) -> None: ...
+
+
+def test_two_threads_that_are_the_first_to_use_a_lane_start_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, make = [], threading.Thread
+
+    def slowly(*args: object, **keywords: object) -> threading.Thread:
+        made.append(args)
+        time.sleep(0.2)
+        return make(*args, **keywords)  # type: ignore[arg-type]
+
+    tested = lane.Lane(_Nothing(), lambda: timedelta(seconds=5))  # type: ignore[arg-type]
+    users = [make(target=tested.submit, args=([Call(Verb.BARRIER)],)) for _ in range(2)]
+    with monkeypatch.context() as patched:
+        patched.setattr(threading, "Thread", slowly)
+        for user in users:
+            user.start()
+        for user in users:
+            user.join()
+    tested.close()
+    assert len(made) == 1, "a second one would never end"

@@ -351,3 +351,21 @@ def _other_device(rank: int, world: int) -> None:
 
 def test_group_for_two_kinds_of_device() -> None:
     run_ranks(2, _other_device, backend=None)
+
+
+def _results(rank: int, world: int) -> None:
+    """What a work says is its result, with the backend of the default group."""
+    mine, parts = torch.zeros(3), [torch.full((3,), float(r)) for r in range(world)]
+    work = dist.scatter(mine, parts if rank == 1 else None, src=1, async_op=True)
+    assert work is not None
+    work.wait()
+    assert [one.tolist() for one in work.result()] == [[float(rank)] * 3]
+    output, given = torch.zeros(2 * world), torch.full((2 * world,), float(rank))
+    work = dist.all_to_all_single(output, given, async_op=True)
+    work.wait()
+    assert [one.tolist() for one in work.result()] == [[float(r) for r in range(world) for _ in range(2)]]
+
+
+@pytest.mark.parametrize("backend", ["gloo", "phalanx"])
+def test_the_result_of_a_work_is_the_tensor_that_the_caller_gave(backend: str) -> None:
+    run_ranks(2, _results, backend=backend)

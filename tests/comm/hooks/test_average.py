@@ -250,8 +250,11 @@ def test_the_noop_hook_leaves_every_rank_its_own_gradients() -> None:
 def sparse_average(rank: int, world: int, name: str) -> torch.Tensor:
     sparse = torch.sparse_coo_tensor(torch.tensor([[rank, 2]]), torch.ones(2, 3), (5, 3), check_invariants=True)
     bucket = GradBucket(index=0, buffer=sparse, gradients=[sparse], parameters=[sparse], is_last=True)
+    before = sparse.to_dense()
     future = CASES[name].hook(CASES[name].make_state(), bucket)
-    return hook_result(future.wait(), bucket).to_dense()
+    result = hook_result(future.wait(), bucket).to_dense()
+    assert torch.equal(sparse.to_dense(), before), "it may be the parameter's own gradient, which a failed pass gives back"
+    return result
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -260,6 +263,24 @@ def test_sparse_buckets_are_averaged_without_compression(name: str) -> None:
     expected[:2], expected[2] = 0.5, 1.0
     for result in run_ranks(2, sparse_average, name):
         assert torch.equal(result, expected)
+
+
+def overflow_then_fine(rank: int, world: int) -> bool:
+    """Gradients that float16 holds, and whose right factor it does not; then small ones."""
+    bucket = make_bucket(Layout(((64, 64),), dtype=torch.float16))
+    state = PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=0)
+    values = []
+    for size in (4e4, 1.0):
+        bucket.reset()
+        # One column of these, so that the left factor is in range.
+        bucket.buffer().zero_().view(64, 64)[:, 0] = size
+        values.append(hook_result(powerSGD_hook(state, bucket).wait(), bucket).clone())
+    assert not values[0].isfinite().all(), "the fault fired"
+    return bool(values[1].isfinite().all()) and bool(state.residuals.named()["layer0.0"].isfinite().all())
+
+
+def test_a_factor_that_overflows_on_its_way_leaves_no_trace() -> None:
+    assert run_ranks(2, overflow_then_fine) == [True, True]
 
 
 def not_finite_then_fine(rank: int, world: int, name: str) -> tuple[bool, list[float]]:

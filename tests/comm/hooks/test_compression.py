@@ -83,6 +83,9 @@ def test_top_k_keeps_what_a_narrow_dtype_rounds_away_and_nothing_that_is_not_fin
     values = torch.tensor([1.0 + 2**-12, 0.5])
     select(values, 1, torch.float16)
     assert values.tolist() == [2**-12, 0.5]
+    values = torch.tensor([1e5, 0.5, 0.25])  # finite, and not in float16
+    select(values, 2, torch.float16)
+    assert values.tolist() == [0.0, 0.0, 0.25]
 
 
 @given(st.integers(1, 4), st.integers(1, 30), st.integers(1, 30), st.integers(0, 30))
@@ -137,23 +140,55 @@ def test_random_factors_depend_on_name_seed_and_step_and_on_nothing_else() -> No
 def test_residuals_move_with_their_parameters_to_the_buckets_of_a_new_plan() -> None:
     residuals = Residuals()
     one, two = make_bucket(Layout(((4,), (3,))), 0, False), make_bucket(Layout(((5,),)), 1)
-    residuals.of(one).copy_(torch.arange(1.0, 8.0))
-    residuals.of(two, numel=8).fill_(9.0)
-    assert residuals.of(one) is residuals.of(one)
+    residuals.add(one).copy_(torch.arange(1.0, 8.0))
+    residuals.add(two, numel=8).fill_(9.0)
+    assert residuals.add(one) is residuals.add(one)
 
     swapped = make_bucket(Layout(((5,), (4,))), 0, False)
     swapped._names = ("layer1.0", "layer0.0")
-    assert residuals.of(swapped).tolist() == [9.0] * 5 + [1.0, 2.0, 3.0, 4.0]
+    assert residuals.add(swapped).tolist() == [9.0] * 5 + [1.0, 2.0, 3.0, 4.0]
     last = make_bucket(Layout(((3,), (2,))), 1)
     last._names = ("layer0.1", "unheard.of")
-    assert residuals.of(last).tolist() == [5.0, 6.0, 7.0, 0.0, 0.0]
+    assert residuals.add(last).tolist() == [5.0, 6.0, 7.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("moves", [False, True], ids=["the same plan", "a new plan"])
+def test_residuals_are_as_before_when_a_step_was_thrown_away(moves: bool) -> None:
+    residuals = Residuals()
+    bucket = make_bucket(Layout(((4,), (3,))))
+    residuals.add(bucket).copy_(torch.arange(1.0, 8.0))
+    for turn in range(3):
+        residuals.begin()
+        seen = make_bucket(Layout(((3,), (4,)) if moves else ((4,), (3,))))
+        seen._names = tuple(reversed(bucket.names())) if moves else bucket.names()
+        seen.buffer().fill_(1.0)
+        expected = torch.tensor([6.0, 7.0, 8.0, 2.0, 3.0, 4.0, 5.0] if moves else [2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0])
+        assert torch.equal(residuals.add(seen), expected)
+        assert torch.equal(residuals.add(seen), expected + 1.0), "a late part is added to what the step has made of it"
+        assert torch.equal(residuals.named()["layer0.1"], torch.tensor([5.0, 6.0, 7.0])), "what is saved counts"
+        residuals.restore()
+        assert residuals.add(bucket).tolist() == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0], f"turn {turn}"
+    residuals.begin()
+    residuals.add(bucket).fill_(9.0)
+    residuals.keep()
+    residuals.restore()  # of no step
+    assert residuals.add(bucket).tolist() == [9.0] * 7
+
+
+def test_steps_that_count_take_turns_in_two_pieces_of_memory() -> None:
+    residuals, bucket, seen = Residuals(), make_bucket(Layout(((4,),))), set()
+    for _ in range(6):
+        residuals.begin()
+        seen.add(residuals.add(bucket, numel=8).data_ptr())
+        residuals.keep()
+    assert len(seen) == 2
 
 
 def test_a_residual_of_another_size_is_a_state_error() -> None:
     residuals = Residuals()
     residuals.load({"layer0.0": torch.ones(3)})
     with pytest.raises(StateError, match=r"'layer0\.0' has 3 elements, its gradient 4"):
-        residuals.of(make_bucket(Layout(((4,),))))
+        residuals.add(make_bucket(Layout(((4,),))))
 
 
 @pytest.mark.parametrize(

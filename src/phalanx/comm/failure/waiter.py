@@ -147,10 +147,11 @@ class Waiter:
             raise type(error)(f"{where}: {error}", error.ranks) from error
         except RuntimeError as error:
             if (named := _named_in(str(error))) is not None:
-                kind, words = named
-                if issubclass(kind, MismatchError):
-                    raise self.mismatch(kind(words), where) from error
-                raise kind(f"{where}: {words}") from error
+                if isinstance(named, MismatchError):
+                    raise self.mismatch(named, where) from error
+                assert isinstance(named, CommunicationError), "there are no other kinds in the table"
+                self.board.give_up_on(named.ranks)
+                raise type(named)(f"{where}: {named}", named.ranks) from error
             raise self.explain_transport(error, where) from error
 
     def mismatch(self, error: MismatchError, where: str) -> MismatchError:
@@ -210,10 +211,23 @@ _NAMED: dict[str, type[PhalanxError]] = {
 }
 
 
-def _named_in(text: str) -> tuple[type[PhalanxError], str] | None:
-    """The error of ours that a future's text quotes: C++ keeps of a callback's exception only what it said."""
+def quotable(error: CommunicationError) -> CommunicationError:
+    """A copy that says its ranks in words, for a future's callback to raise: C++ keeps of it only what it said."""
+    return type(error)(f"{error}{_AT_FAULT}{_listed(error.ranks)}]" if error.ranks else str(error), error.ranks)
+
+
+def _named_in(text: str) -> PhalanxError | None:
+    """The error of ours that a future's text quotes, with its ranks if it was made quotable."""
     found = re.search(rf"\b({'|'.join(_NAMED)}): (.*?)(?:\n\nAt:\n|\Z)", text, re.DOTALL)
-    return None if found is None else (_NAMED[found[1]], found[2].strip())
+    if found is None:
+        return None
+    kind, (words, _, ranks) = _NAMED[found[1]], found[2].strip().partition(_AT_FAULT)
+    if issubclass(kind, CommunicationError):
+        return kind(words, [int(rank) for rank in re.findall(r"\d+", ranks.partition("]")[0])])
+    return kind(words)
+
+
+_AT_FAULT = " [at fault: rank "
 
 
 def at_work(said: Mapping[int, str]) -> str:

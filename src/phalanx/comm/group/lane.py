@@ -51,6 +51,7 @@ class Lane:
         # `release` leaves one behind that swallows the next, so that the thread would sleep through the end of the group.
         self._queued: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._starting = threading.Lock()  # two threads of the program may be the first to need it
         # The thread that runs callbacks of a work it has just carried out; it has the turn.
         self._in_callbacks: int | None = None
         self._closed: CommunicationError | None = None
@@ -152,7 +153,7 @@ class Lane:
         )
         # The thread is not there in the child, and locks that it held would be held for ever.
         self._queue.clear()
-        self._turn = threading.Lock()
+        self._turn, self._starting = threading.Lock(), threading.Lock()
         self._thread = self._in_callbacks = None
         self.operations.abandon()
 
@@ -180,10 +181,16 @@ class Lane:
         work = LaneWork(self, calls)
         self._queue.append(work)
         if self._thread is None:
-            self._thread = threading.Thread(target=self._serve, name=f"phalanx-lane-{self.global_rank}")
-            self._thread.start()
+            self._start_thread()
         self._queued.put(None)
         return work
+
+    def _start_thread(self) -> None:
+        with self._starting:
+            if self._thread is None:
+                # A second one would never end: whoever closes the lane wakes and joins one.
+                self._thread = threading.Thread(target=self._serve, name=f"phalanx-lane-{self.global_rank}")
+                self._thread.start()
 
     def _serve(self) -> None:
         while True:

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from ...errors import CollectiveTimeout, CommunicationError, MismatchError
+from ..failure.waiter import quotable
 from ..shm.ops.call import Call
 from ..untraced import all_untraced
 
@@ -34,7 +35,7 @@ _ENGINE = torch.autograd.graph._engine_run_backward.__code__
 
 def outputs_of(calls: Sequence[Call]) -> Tensors:
     """The tensors that calls fill in, as the caller gave them; asked before any is made flat."""
-    return [tensor for call in calls for tensor in call.outputs]
+    return [tensor for call in calls for tensor in (call.outputs if call.results is None else call.results)]
 
 
 @all_untraced
@@ -129,6 +130,8 @@ class LaneWork(dist.Work):
     def _outcome(self, _source: object) -> Tensors:
         if self._error is None:
             return self._result
+        if isinstance(self._error, CommunicationError):
+            raise quotable(self._error)
         if isinstance(self._error, Exception):
             raise _again(self._error)
         # An interrupt is for the thread that it came to; whoever holds the future is told what it ended.

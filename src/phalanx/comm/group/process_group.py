@@ -237,7 +237,9 @@ class PhalanxProcessGroup(dist.ProcessGroup):
         given, taken = split(input, input_sizes, self.size()), split(output, output_sizes, self.size())
         if given is None or taken is None or not movable((output, input)):
             return self._others.of((input,)).alltoall_base(output, input, output_sizes, input_sizes, opts)
-        return self._submit([Call(Verb.ALL_TO_ALL, taken, given)], opts)
+        call = Call(Verb.ALL_TO_ALL, taken, given)
+        call.results = [output]
+        return self._submit([call], opts)
 
     alltoall_base = all_to_all_single
 

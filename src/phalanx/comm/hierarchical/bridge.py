@@ -6,6 +6,7 @@ to the other leads, and the relay that carries news of failures. Must not know o
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,7 +20,8 @@ from ..failure.board import launcher_serves_store
 from ..memory.scratch import Scratch
 from ..shm.ops.call import Call
 from ..shm.ops.operations import HostOperations, Operations
-from ..shm.transport.signature import Verb
+from ..shm.transport.signature import ReduceOp, Verb
+from .compared import Compared
 from .leads import Leads, LeadsError
 from .relay import FailureRelay, report
 
@@ -64,6 +66,7 @@ class Bridge(Operations):
         self._watch = local.team.watch
         self._store = store
         self._is_between_hosts = False
+        self.compared = Compared()
         self._leads: Leads | None = None
         self._relay: FailureRelay | None = None
         if self.is_lead:
@@ -79,8 +82,13 @@ class Bridge(Operations):
     # ---- within this host
 
     def reduce_to_lead(self, tensor: torch.Tensor, call: Call) -> None:
-        """Reduce the tensors of this host into its lead's, unscaled: the whole sum is scaled once, at the end."""
-        self.local.run(Call(Verb.REDUCE, [tensor], op=call.op, root=LEAD, timeout=call.timeout))
+        """Reduce the tensors of this host into its lead's; what is left to scale is `scale_left`, once, on the whole sum."""
+        early = _early_scale(call, tensor.dtype)
+        self.local.run(Call(Verb.REDUCE, [tensor], op=call.op, scale=early, root=LEAD, timeout=call.timeout))
+
+    def scale_left(self, call: Call) -> float:
+        """What the sum over all hosts is to be multiplied with."""
+        return call.scale / _early_scale(call, call.outputs[0].dtype)
 
     def spread(self, data: torch.Tensor, call: Call) -> None:
         """Give all ranks of this host what their lead has received."""
@@ -179,6 +187,16 @@ class Bridge(Operations):
 
     def abandon(self) -> None:
         self.local.abandon()
+
+
+def _early_scale(call: Call, dtype: torch.dtype) -> float:
+    """What the sum of a host is multiplied with before it leaves: of float16, whose sums are soon out of range.
+
+    A power of two, which rounds nothing, and no more than the whole scale: a mean that is in range stays so on its way.
+    """
+    if dtype is not torch.float16 or call.op is not ReduceOp.SUM or not 0.0 < call.scale < 1.0:
+        return 1.0
+    return 2.0 ** (math.frexp(call.scale)[1] - 1)
 
 
 def follow_limit(timeout: timedelta) -> timedelta:

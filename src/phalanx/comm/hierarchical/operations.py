@@ -15,8 +15,9 @@ import torch
 from ...errors import MismatchError
 from ..shm.ops.arithmetic import reduce_into, scale_in_place
 from ..shm.ops.call import Call, as_bytes
-from ..shm.transport.signature import Verb
+from ..shm.transport.signature import Signature, Verb, different_calls, unpacked
 from .bridge import LEAD, Bridge, follow_limit
+from .compared import signature_of
 from .leads import Leads
 
 
@@ -24,7 +25,19 @@ class HierarchicalOperations(Bridge):
     """The collectives of ranks on several hosts."""
 
     def run(self, call: Call) -> None:
+        self._compare(signature_of(call), call.timeout)
         _BY_VERB[call.verb](self, call)
+
+    def _compare(self, what: Signature, timeout: timedelta) -> None:
+        """Raise on every rank, with the group as usable as before, if the ranks have come to different collectives."""
+        if self.compared.is_new(what):
+            own = torch.frombuffer(bytearray(what.packed), dtype=torch.uint8)
+            rows = [torch.empty_like(own) for _ in range(self.world)]
+            self._all_gather(Call(Verb.ALL_GATHER, rows, [own], timeout=timeout))
+            calls = [unpacked(bytes(row.tolist())) for row in rows]
+            if any(call.packed != what.packed for call in calls):
+                raise different_calls(self.global_rank, self.global_ranks, calls)
+        self.compared.begins(what)
 
     def _barrier(self, call: Call) -> None:
         with self.whole_or_broken():
@@ -39,7 +52,7 @@ class HierarchicalOperations(Bridge):
         def exchange(leads: Leads, limit: timedelta) -> None:
             leads.all_reduce(tensor, call.op, limit)
             # Once, on the whole sum: scaling parts of it would round several times.
-            scale_in_place(tensor, call.scale)
+            scale_in_place(tensor, self.scale_left(call))
 
         with self.whole_or_broken():
             self.reduce_to_lead(tensor, call)
@@ -54,7 +67,7 @@ class HierarchicalOperations(Bridge):
 
         def exchange(leads: Leads, limit: timedelta) -> None:
             leads.reduce(carried, root_host, call.op, limit)
-            scale_in_place(carried, call.scale if root_host == self.host else 1.0)
+            scale_in_place(carried, self.scale_left(call) if root_host == self.host else 1.0)
 
         with self.whole_or_broken():
             self.reduce_to_lead(carried, call)
@@ -113,7 +126,7 @@ class HierarchicalOperations(Bridge):
             leads.exchange([as_bytes(s) for s in sources], [as_bytes(part) for part in by_host], limit)
             # In the order of hosts, on every host: the same bits whoever computes them.
             total = torch.empty_like(sources[0])
-            reduce_into(total, sources, call.op, call.scale)
+            reduce_into(total, sources, call.op, self.scale_left(call))
             given[:] = total.split(ours)
 
         with self.whole_or_broken():

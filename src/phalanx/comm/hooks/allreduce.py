@@ -16,8 +16,10 @@ def allreduce_hook(process_group: GroupLike, bucket: GradBucket) -> torch.future
     buffer = bucket.buffer()
     collectives = collectives_from(process_group)
     if buffer.is_sparse:
-        # Sparse sums are no verb of Collectives: they have no fixed size. c10d has them on gloo and nccl.
-        work = dist.all_reduce(buffer.mul_(1.0 / collectives.world), group=collectives.group, async_op=True)
+        # Sparse sums are no verb of Collectives: they have no fixed size. c10d has them on gloo and nccl. Scaled in a copy:
+        # the values may be those of the parameter's own gradient, which is the user's if the pass fails.
+        buffer = buffer.mul(1.0 / collectives.world)
+        work = dist.all_reduce(buffer, group=collectives.group, async_op=True)
     else:
         work = collectives.all_reduce(buffer, scale=1.0 / collectives.world)
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from ...errors import ConfigError, StateError
 from ..bucket import GradBucket
 from ..collectives import Collectives
+from .compress.residual import Residuals
 from .group import GroupLike, collectives_from
 
 
@@ -29,6 +30,8 @@ class HookState(abc.ABC):
     def __init__(self, process_group: GroupLike) -> None:
         self.process_group = process_group
         self.iter = 0
+        self.residuals = Residuals()
+        self._iter_before: int | None = None  # between `begin_step` and its end
 
     def collectives(self) -> Collectives:
         """The collectives of the state's group, or of the default group."""
@@ -39,8 +42,23 @@ class HookState(abc.ABC):
         if bucket.is_last():
             self.iter += 1
 
-    def give_up_step(self) -> None:  # noqa: B027 - most hooks have nothing under way between two buckets
-        """The pass under way has failed and will not go on; what was kept before it is the caller's to load."""
+    def begin_step(self) -> None:
+        """A backward begins whose results may be thrown away. Whoever runs it says so, and how it ends."""
+        if self._iter_before is not None:
+            self.give_up_step()  # nobody said how the last one ended, so that nobody has its results
+        self.residuals.begin()
+        self._iter_before = self.iter
+
+    def keep_step(self) -> None:
+        """Its results are used: what the hook has kept of it counts. Nothing if no step is open."""
+        self.residuals.keep()
+        self._iter_before = None
+
+    def give_up_step(self) -> None:
+        """It failed, or nobody uses its results: go on as if it had not been. Nothing if no step is open."""
+        self.residuals.restore()
+        if self._iter_before is not None:
+            self.iter, self._iter_before = self._iter_before, None
 
     @abc.abstractmethod
     def config(self) -> dict[str, Any]:
@@ -77,7 +95,7 @@ class HookState(abc.ABC):
         for name in self.kinds:
             _check_tensors(kind, name, state.get(name))
         self.load_tensors({name: state[name] for name in self.kinds})
-        self.iter = step
+        self.iter, self._iter_before = step, None
 
     def __getstate__(self) -> dict[str, Any]:
         return {"config": self.config(), "state": self.state_dict()}

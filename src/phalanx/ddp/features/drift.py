@@ -28,6 +28,7 @@ class DriftCheck(Listener):
         self._wrapper = weakref.ref(wrapper)
         self._every = every
         self._passes = 0
+        self._agreed: list[str] = []  # the names of what is compared
 
     def pass_closed(self) -> None:
         # Not before: an optimizer that steps in backward gathers the last parameters when the pass ends.
@@ -42,6 +43,10 @@ class DriftCheck(Listener):
     def _compare(self, wrapper: DistributedDataParallel) -> None:
         collectives, reducer = wrapper.collectives, wrapper.reducer
         named = [(n, p) for n, p in wrapper.module.named_parameters() if n not in wrapper.parameters_to_ignore]
+        # One that a rank has added to its module would make the digests of unlike parameters meet.
+        if (names := [name for name, _ in named]) != self._agreed:
+            collectives.agree("the parameters", {f"'{name}'": str(tuple(param.shape)) for name, param in named})
+            self._agreed = names
         mine = torch.stack([_digest(param) for _, param in named])
         everyone = torch.empty(collectives.world * mine.numel(), dtype=torch.int64, device=mine.device)
         collectives.wait(collectives.all_gather(everyone, mine), "comparing the parameters of the ranks")

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -35,14 +35,17 @@ class SteppedInBackward(Protocol):
 
     max_norm: float | None
 
-    def hand_over(self) -> None:
-        """Stop stepping from hooks of its own, which see gradients that are not averaged."""
+    def hand_over(self, params: Collection[torch.nn.Parameter]) -> None:
+        """Stop stepping `params` from hooks of its own, which see gradients that are not averaged."""
 
     def gradients_ready(self, params: Iterable[torch.nn.Parameter]) -> None:
         """These parameters hold their mean."""
 
     def backward_ended(self) -> None:
         """All of them do."""
+
+    def backward_raised(self) -> None:
+        """They never will: the pass has failed."""
 
     def optimizers_of(self, param: torch.nn.Parameter) -> Sequence[torch.optim.Optimizer]:
         """Those that step this parameter, each of one group."""
@@ -53,8 +56,8 @@ class StepInBackward(Listener):
 
     uses_means = True
 
-    def __init__(self, optimizer: SteppedInBackward) -> None:
-        optimizer.hand_over()
+    def __init__(self, optimizer: SteppedInBackward, params: Collection[torch.nn.Parameter]) -> None:
+        optimizer.hand_over(params)
         self.optimizer = optimizer
 
     def bucket_given(self, bucket: Bucket) -> None:
@@ -62,6 +65,9 @@ class StepInBackward(Listener):
 
     def pass_ended(self) -> None:
         self.optimizer.backward_ended()
+
+    def pass_failed(self) -> None:
+        self.optimizer.backward_raised()
 
 
 class CommonOptimizers:
@@ -123,7 +129,7 @@ def adopt(ddp: DistributedDataParallel) -> None:
     found += torch_in_backward(param for param in reducer.params if id(param) not in of_torch)
     if not found:
         return
-    reducer.listeners += [StepInBackward(one) for one in found]
+    reducer.listeners += [StepInBackward(one, reducer.params) for one in found]
     common = CommonOptimizers(ddp, [*taken, *found])
     carry(reducer, common, common.words)
 

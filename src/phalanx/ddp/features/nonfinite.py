@@ -90,6 +90,7 @@ class NonFinite(Listener):
         end = "The gradients of this step are dropped on every rank" if self._action == "skip" else "They have spread to all"
         warnings.warn(f"rank {reducer.collectives.rank}: {'; '.join(found)}. {end}.", stacklevel=users_stacklevel())
         if self._action == "skip":
+            reducer.strategy.pass_lost()
             for param in reducer.params:
                 param.grad = None
 

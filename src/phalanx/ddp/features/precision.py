@@ -26,7 +26,7 @@ import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from ..engine import BackwardEnd, current_backward
+from ...optim.engine import BackwardEnd, current_backward
 from ..frames import untraced
 from ..reducer.hooks import remove_all
 from ..reducer.listener import Listener
@@ -60,6 +60,8 @@ class LowPrecision(Listener):
         self._full: list[torch.Tensor] = []
         self._low: list[torch.Tensor] = []
         self._in_backward = False
+        # During backward: the low buffers as they were when it began. They are those of the forward.
+        self._began_with: list[torch.Tensor] = []
         self._modules = weakref.WeakSet(module.modules())
         self._handles: list[RemovableHandle] = []  # none or one
         weakref.finalize(self, remove_all, self._handles)
@@ -106,11 +108,16 @@ class LowPrecision(Listener):
         for param, full in zip(self._params, self._full, strict=False):
             param.data = full
         self.local_backward_ended()
-        for buffer, full in zip(self._buffers, self._full[len(self._params) :], strict=True):
+        for nth, (buffer, full) in enumerate(zip(self._buffers, self._full[len(self._params) :], strict=True)):
             if buffer.dtype != full.dtype:
-                full.copy_(buffer)  # what the module did to its buffer is kept
+                # What the module did to its buffer is kept. In backward only that: the full one may have been changed since
+                # the forward, by a hook that averages buffers or by the user. By value: batch norm counts no version.
+                changed = buffer.data
+                if self._began_with:
+                    changed = torch.where(changed != self._began_with[nth], changed, full)
+                full.copy_(changed)
             buffer.data = full
-        self._full = []
+        self._full, self._began_with = [], []
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -157,6 +164,7 @@ class LowPrecision(Listener):
         if not self._in_backward:
             self._in_backward = True
             self._enter()
+            self._began_with = [low.clone() for low in self._low[len(self._params) :]]
             # Also if the backward raises: nobody outside may see a parameter in low precision.
             BackwardEnd(self._end_backward).queue()
 

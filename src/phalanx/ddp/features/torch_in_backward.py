@@ -8,7 +8,7 @@ already wherever one of its optimizers exists.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import torch
 
@@ -24,8 +24,8 @@ class TorchInBackward:
     def __init__(self, params: Iterable[torch.nn.Parameter]) -> None:
         self.params = list(params)
 
-    def hand_over(self) -> None:
-        """Take off the hooks from which they would step too early."""
+    def hand_over(self, params: Collection[torch.nn.Parameter]) -> None:
+        """Take off the hooks from which they would step too early; the parameters are the wrapper's, all of them."""
         handles = getattr(sys.modules.get(_MODULE), "param_to_optim_hook_handle_map", {})
         for param in self.params:
             for handle in handles.get(param, ()):
@@ -42,6 +42,9 @@ class TorchInBackward:
 
     def backward_ended(self) -> None:
         """Nothing waits for the end of backward."""
+
+    def backward_raised(self) -> None:
+        """Nor for anything else."""
 
     def optimizers_of(self, param: torch.nn.Parameter) -> list[torch.optim.Optimizer]:
         """Those that step this parameter."""

@@ -28,7 +28,7 @@ from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from ..engine import BackwardEnd, accumulates, call_in_enclosing, current_backward, enclosing_function
+from ...optim.engine import BackwardEnd, accumulates, call_in_enclosing, current_backward, enclosing_function
 from ..structure import Watched
 
 if TYPE_CHECKING:

@@ -51,6 +51,7 @@ class Pass:
             bucket.open()
         for listener in reducer.listeners:
             listener.pass_began(joined)
+        self.strategy.pass_begins()
         for bucket in self.buckets:
             bucket.note_gradients()
         narrow = self.strategy.may_narrow or any(b.dtype is torch.float16 for b in reducer.plan.buckets)

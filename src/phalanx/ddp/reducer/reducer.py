@@ -26,6 +26,7 @@ from ...comm.memory.heap import trim_heap
 from ...comm.memory.left_over import drop_left_over
 from ...comm.memory.segment import trim_shared
 from ...errors import PhalanxError, ReductionError
+from ...optim.engine import current_backward
 from ...plan import Bucket as PlannedBucket
 from ...plan import BucketPlan
 from ..buckets import slot
@@ -33,7 +34,6 @@ from ..buckets.bucket import Bucket, Contents
 from ..buckets.dense import DenseBucket
 from ..buckets.sparse import SparseBucket
 from ..buckets.tail import Tail, exact_ranks
-from ..engine import current_backward
 from ..frames import untraced
 from ..like_torch.reducer import TorchReducer
 from ..messages import torn, unused_everywhere
@@ -126,8 +126,7 @@ class Reducer(TorchReducer):
         where = {each.param: (bucket, place) for bucket in self.buckets for place, each in enumerate(bucket.slots)}
         self.places = [where[index] for index in range(len(self.params))]
         self._choose_large()
-        for index in held:
-            bucket, place = self.places[index]
+        for bucket, place in [self.places[index] for index in held]:
             slot.hold(bucket.states, place)
         for index, repeats in enumerate(self._repeats):
             if repeats:
@@ -299,6 +298,7 @@ class Reducer(TorchReducer):
             raise
         finally:
             self.step += 1
+            self.strategy.pass_lost()  # not before its last bucket: hooks have been called until here
             if failed is None and run is not None:  # of which listeners have heard only that it began
                 for listener in self.listeners:
                     listener.pass_failed()
@@ -387,8 +387,7 @@ class Reducer(TorchReducer):
 
     def fail_unreached(self, backward: int, number: int) -> None:
         """A backward has raised that may have been one of this wrapper too, had it gone on."""
-        self._raised_before = True
-        self.backward, self.place = backward, number
+        self._raised_before, self.backward, self.place = True, backward, number
 
     def _fail(self) -> None:
         assert self.current is not None, "a pass fails while it is under way"
@@ -478,6 +477,7 @@ class Reducer(TorchReducer):
             settle(self, unused)
         for listener in self.listeners:
             listener.pass_ended()
+        self.strategy.pass_over()
         if not was_settled and self.on_device:
             # After the listeners, who may have changed how buckets are reduced: steps from the next one on make nothing.
             for bucket in self.buckets:

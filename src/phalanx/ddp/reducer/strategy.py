@@ -64,8 +64,15 @@ class Strategy(abc.ABC):
         """Why this rank asks for an agreement, for the case that it asks alone."""
         return f"now: {', '.join([*words.values()][:3])}"
 
+    def pass_begins(self) -> None:  # noqa: B027 (most keep nothing from one pass to the next)
+        """A pass begins: `pass_over` or `pass_lost` follows."""
+
     def pass_over(self) -> None:  # noqa: B027 (most have nothing that could be changed from outside)
-        """A pass has ended or failed; what is changed until the next one, a user has changed."""
+        """A pass has ended, and all its collectives; what is changed until the next one, a user has changed."""
+
+    def pass_lost(self) -> None:
+        """A pass has ended, and nobody uses its means: it failed, or was skipped."""
+        self.pass_over()
 
     @property
     @abc.abstractmethod
@@ -198,7 +205,8 @@ class HookStrategy(Strategy):
         self.state = state
         self.hook = hook
         self.name = getattr(hook, "__qualname__", type(hook).__name__)
-        self._left: dict[str, Any] | None = None  # what the state was set to when the last pass was over
+        # What the state was set to when the last pass was over, or when it began if it was lost.
+        self._left: dict[str, Any] | None = None
 
     def in_words(self) -> dict[str, str]:
         # Of hooks and states that users wrote nothing is known: a rank may log, or keep numbers of its own.
@@ -234,8 +242,23 @@ class HookStrategy(Strategy):
         ]
         return f"changed here: {'; '.join(changed[:3])}" if changed else super()._why(words)
 
+    def pass_begins(self) -> None:
+        if isinstance(self.state, HookState):
+            self.state.begin_step()
+            self._left = self._settings()
+
     def pass_over(self) -> None:
+        if isinstance(self.state, HookState):
+            self.state.keep_step()
         self._left = self._settings()
+
+    def pass_lost(self) -> None:
+        if isinstance(self.state, HookState):
+            # Gradients that nobody wanted are no loss to make good, and what was owed before them still is. With that it
+            # is what it was when the pass began, but for what a user has changed since: `_left` stays.
+            self.state.give_up_step()
+        else:
+            self.pass_over()
 
     @property
     def pack_scale(self) -> float:

@@ -18,7 +18,7 @@ from ..allreduce import allreduce_hook
 from ..contract import check_own_bucket
 from ..group import GroupLike
 from ..state import HookState, check_number
-from .residual import Residuals, accumulation_dtype
+from .residual import accumulation_dtype
 
 _LIMIT = 127.0
 _SCALE_BYTES = 4
@@ -39,7 +39,6 @@ class Int8State(HookState):
             raise ConfigError(f"block_size must be a multiple of {_SCALE_BYTES}, got {block_size}.")
         self.block_size = block_size
         self.use_error_feedback = use_error_feedback
-        self.residuals = Residuals()
 
     def config(self) -> dict[str, Any]:
         return {"block_size": self.block_size, "use_error_feedback": self.use_error_feedback}
@@ -122,9 +121,9 @@ def _corrected(state: Int8State, bucket: GradBucket) -> torch.Tensor:
     flat = bucket.buffer()
     num_blocks = -(-flat.numel() // state.block_size)
     if state.use_error_feedback:
-        padded = state.residuals.of(bucket, num_blocks * state.block_size)
+        padded = state.residuals.add(bucket, num_blocks * state.block_size)
     else:
         dtype = accumulation_dtype(flat.dtype)
         padded = torch.zeros(num_blocks * state.block_size, dtype=dtype, device=flat.device)
-    padded[: flat.numel()].add_(flat)
+        padded[: flat.numel()].copy_(flat)
     return padded.view(num_blocks, state.block_size)

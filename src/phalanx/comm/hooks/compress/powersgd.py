@@ -21,7 +21,7 @@ from ..contract import check_own_bucket
 from ..group import GroupLike
 from ..state import HookState, check_number
 from .lowrank import as_matrix, is_worth_it, orthonormal, random_factor
-from .residual import Residuals, accumulation_dtype
+from .residual import accumulation_dtype
 from .round import Batch, Plain, Round
 
 logger = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ class PowerSGDState(HookState):
     - `min_compression_rate`: matrices that would not shrink by more than this are averaged plainly, as
       are vectors, all in the one all-reduce.
     - `use_error_feedback`, `warm_start`: add what compression lost to the next gradient; begin with the
-      last step's factor. Both keep memory: one gradient's worth, and one factor's.
+      last step's factor. Both keep memory: two gradients' worth (a step may be thrown away), and one factor's.
     - `orthogonalization_epsilon`: above 0, directions of that length or less are damped, not normalised.
     - `random_seed`: for first factors, which further depend on the step and the parameter's name.
     - `compression_stats_logging_frequency`: steps between two log lines about the compression rate.
@@ -74,8 +74,8 @@ class PowerSGDState(HookState):
         self.random_seed = random_seed
         self.compression_stats_logging_frequency = max(1, compression_stats_logging_frequency)
         self.batch_tensors_with_same_shape = batch_tensors_with_same_shape
-        self.residuals = Residuals()
         self.factors: dict[str, torch.Tensor] = {}
+        self._factors_before: dict[str, torch.Tensor] | None = None  # between `begin_step` and its end
         self.total_numel_before_compression = 0
         self.total_numel_after_compression = 0
         self._pending: Round | None = None
@@ -110,8 +110,21 @@ class PowerSGDState(HookState):
     def load_tensors(self, tensors: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
         self.residuals.load(tensors["residuals"])
         self.factors = {name: factor.detach().clone() for name, factor in tensors["factors"].items()}
+        self._factors_before = None
+
+    def begin_step(self) -> None:
+        super().begin_step()
+        self._factors_before = dict(self.factors)  # of references: a round puts new factors in their place
+
+    def keep_step(self) -> None:
+        super().keep_step()
+        self._factors_before = None
 
     def give_up_step(self) -> None:
+        super().give_up_step()
+        if self._factors_before is not None:
+            # Another dict: a round that is still under way writes to the one of its own step.
+            self.factors, self._factors_before = self._factors_before, None
         with self._lock:
             pending, self._pending = self._pending, None
         if pending is not None:
@@ -188,7 +201,7 @@ def _make_round(state: PowerSGDState, bucket: GradBucket) -> Round | None:
         return None
     flat = bucket.buffer()
     if state.use_error_feedback:
-        corrected = state.residuals.of(bucket).add_(flat)
+        corrected = state.residuals.add(bucket)
     else:
         corrected = flat.to(accumulation_dtype(flat.dtype), copy=True)
     plain: list[Plain] = []

@@ -35,24 +35,65 @@ class _Kept:
 class Residuals:
     """The residuals of all gradients of one hook state on one rank.
 
-    A new plan moves gradients between buckets; their residuals move along.
+    A new plan moves gradients between buckets; their residuals move along. Between `begin` and `keep` or `restore` those
+    from before are not written to, so that a step which is thrown away costs nothing but an exchange of references.
     """
 
     def __init__(self) -> None:
         self._kept: dict[int, _Kept] = {}
         # By name: loaded, or in a bucket that no longer is; waiting for the bucket that holds them now.
         self._loose: dict[str, torch.Tensor] = {}
+        # Both as they were when the step under way began. None outside of one, and where nobody tells of steps.
+        self._before: tuple[dict[int, _Kept], dict[str, torch.Tensor]] | None = None
+        # By bucket, the memory of the step before the last one: a new piece in each step would be new pages in each step.
+        self._spare: dict[int, torch.Tensor] = {}
 
-    def of(self, bucket: GradBucket, numel: int | None = None) -> torch.Tensor:
-        """The flat residual of a bucket of reals, zeros at first, which the caller updates in place.
+    def begin(self) -> None:
+        """A step begins, which may be thrown away."""
+        self._before = dict(self._kept), dict(self._loose)
 
-        `numel`, if given, is its length: at least the bucket's, the rest is padding.
+    def keep(self) -> None:
+        """The step is over, and its residuals count."""
+        if self._before is not None:
+            kept = self._kept
+            self._spare = {index: old.flat for index, old in self._before[0].items() if kept.get(index) is not old}
+            self._before = None
+
+    def restore(self) -> None:
+        """The step was thrown away: nothing of it stays, and what it took from before is back."""
+        if self._before is not None:
+            before = self._before[0]
+            self._spare |= {index: new.flat for index, new in self._kept.items() if before.get(index) is not new}
+            self._kept, self._loose = self._before
+            self._before = None
+
+    def add(self, bucket: GradBucket, numel: int | None = None) -> torch.Tensor:
+        """The gradients of a bucket of reals plus their residual, zeros at first: flat, and the residual from now on.
+
+        The caller takes off in place what it sends. `numel`, if given, is the length: at least the bucket's, the rest is
+        padding, in zeros.
         """
+        gradients = bucket.buffer()
+        kept = self._bound(bucket, gradients.numel() if numel is None else numel)
+        count = gradients.numel()
+        # A late part of a bucket comes in the same step: the residual is this step's own already.
+        if self._before is None or self._before[0].get(bucket.index()) is not kept:
+            kept.flat[:count].add_(gradients)
+            return kept.flat
+        flat = self._spare.pop(bucket.index(), None)
+        if flat is None or flat.shape != kept.flat.shape or flat.dtype != kept.flat.dtype or flat.device != kept.flat.device:
+            flat = torch.empty_like(kept.flat)
+        torch.add(kept.flat[:count], gradients, out=flat[:count])
+        flat[count:] = 0.0
+        self._kept[bucket.index()] = _Kept(kept.names, kept.spans, flat)
+        return flat
+
+    def _bound(self, bucket: GradBucket, numel: int) -> _Kept:
+        """What is kept for the gradients that are in this bucket now."""
         buffer = bucket.buffer()
-        numel = buffer.numel() if numel is None else numel
         kept = self._kept.get(bucket.index())
         if kept is not None and kept.names == bucket.names() and kept.flat.numel() == numel:
-            return kept.flat
+            return kept
         if kept is not None:
             self._unbind()
         flat = torch.zeros(numel, dtype=accumulation_dtype(buffer.dtype), device=buffer.device)
@@ -61,18 +102,19 @@ class Residuals:
             if name in self._loose:
                 piece.copy_(self._claim(name, piece))
         self._kept[bucket.index()] = kept
-        return flat
+        return kept
 
     def named(self) -> dict[str, torch.Tensor]:
-        """Every residual under its parameter's name: views of what the next step changes."""
-        found = dict(self._loose)
-        for kept in self._kept.values():
+        """Every residual under its parameter's name, as the last step that counts left it: views, not copies."""
+        bound, loose = (self._kept, self._loose) if self._before is None else self._before
+        found = dict(loose)
+        for kept in bound.values():
             found.update(kept.pieces())
         return found
 
     def load(self, named: Mapping[str, torch.Tensor]) -> None:
         """Forget all, and continue from these."""
-        self._kept.clear()
+        self._kept, self._before = {}, None
         self._loose = {name: piece.detach().clone().flatten() for name, piece in named.items()}
 
     def _unbind(self) -> None:

@@ -141,6 +141,8 @@ class Round:
             batch.left = orthonormal(left, self._epsilon) if finite else torch.full_like(left, torch.nan)
         # As it will travel, so that what a narrow dtype rounds away stays in the residual.
         batch.right = torch.bmm(batch.stacked.mT, batch.left).to(self._result.dtype).to(left.dtype)
+        if not self._on_device:
+            finite = finite and batch.right.isfinite().all()  # which a narrow dtype may have made infinite
         for nth, source in enumerate(batch.sources):
             if self._on_device or finite:
                 # This rank's own share in the result, not the average: residuals then hold what

@@ -17,7 +17,7 @@ from ..allreduce import allreduce_hook
 from ..contract import check_own_bucket
 from ..group import GroupLike
 from ..state import HookState, check_number
-from .residual import Residuals, accumulation_dtype
+from .residual import accumulation_dtype
 
 # Half of what a value costs is its index, so not the 64 bits that would fit any tensor.
 _INDEX = torch.int32
@@ -46,7 +46,6 @@ class TopKState(HookState):
         self.ratio = ratio
         self.start_iter = start_iter
         self.use_error_feedback = use_error_feedback
-        self.residuals = Residuals()
 
     def config(self) -> dict[str, Any]:
         return {
@@ -76,7 +75,7 @@ def topk_hook(state: TopKState, bucket: GradBucket) -> torch.futures.Future[torc
         return allreduce_hook(collectives, bucket)
     real = bucket.real()
     flat = real.buffer()
-    corrected = state.residuals.of(real).add_(flat) if state.use_error_feedback else _widened(flat)
+    corrected = state.residuals.add(real) if state.use_error_feedback else _widened(flat)
     count = max(1, math.ceil(state.ratio * flat.numel()))
     sent = select(corrected, count, flat.dtype)
     # The callback must not hold on to the group: docs/design/hooks.md.
@@ -106,9 +105,10 @@ def select(corrected: torch.Tensor, count: int, dtype: torch.dtype) -> torch.Ten
     sent_indices.copy_(indices)
     chosen = corrected[indices]
     sent_values.copy_(chosen)
-    # NaN or infinity arrives as it is in this step; kept, it would spoil every step to come. On a device the host does not
-    # ask whether there is any: a pass over the residuals costs less than waiting for the answer.
-    spoilt = corrected.device.type != "cpu" or not chosen.isfinite().all()
+    # NaN or infinity arrives as it is in this step; kept, it would spoil every step to come. Looked for in what is sent,
+    # since a narrow dtype makes infinity of what was finite. On a device the host does not ask whether there is any: a
+    # pass over the residuals costs less than waiting for the answer.
+    spoilt = corrected.device.type != "cpu" or not sent_values.isfinite().all()
     corrected[indices] = chosen.sub_(sent_values)
     if spoilt:
         corrected.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)

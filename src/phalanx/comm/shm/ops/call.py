@@ -21,10 +21,11 @@ class Call:
 
     Where one tensor per rank is due (the outputs of ALL_GATHER, the inputs of REDUCE_SCATTER), a list of one
     stands for its equal successive parts; `whole` is then that tensor. `sizes` are everybody's numbers of
-    bytes, for GATHER only: a rank that receives nothing has no outputs to tell them by.
+    bytes, for GATHER only: a rank that receives nothing has no outputs to tell them by. `results` are the tensors
+    that the caller knows, where they are not the outputs: one tensor of which these are parts, or fewer than one per rank.
     """
 
-    __slots__ = ("_copied", "inputs", "op", "outputs", "root", "scale", "sizes", "timeout", "verb", "whole")
+    __slots__ = ("_copied", "inputs", "op", "outputs", "results", "root", "scale", "sizes", "timeout", "verb", "whole")
 
     def __init__(
         self,
@@ -45,6 +46,7 @@ class Call:
         self.timeout = timeout  # the lane sets it; a call within another one is made with it
         self.whole: torch.Tensor | None = None
         self.sizes: tuple[int, ...] = ()
+        self.results: Sequence[torch.Tensor] | None = None
         self._copied: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def flatten(self, rank: int, world: int) -> None:
@@ -94,14 +96,18 @@ def gather_call(outputs: Sequence[torch.Tensor], input: torch.Tensor, root: int,
     """Fill `outputs[r]` with rank r's `input` on `root`; the others have no outputs."""
     nothing = input.new_empty(0)
     given = [input if rank == root else nothing for rank in range(world)]
-    return Call(Verb.ALL_TO_ALL, outputs or [nothing] * world, given)
+    call = Call(Verb.ALL_TO_ALL, outputs or [nothing] * world, given)
+    call.results = outputs
+    return call
 
 
 def scatter_call(output: torch.Tensor, inputs: Sequence[torch.Tensor], root: int, world: int) -> Call:
     """Fill `output` with what `root` has in `inputs[rank]`; the others have no inputs."""
     nothing = output.new_empty(0)
     taken = [output if rank == root else nothing for rank in range(world)]
-    return Call(Verb.ALL_TO_ALL, taken, inputs or [nothing] * world)
+    call = Call(Verb.ALL_TO_ALL, taken, inputs or [nothing] * world)
+    call.results = [output]
+    return call
 
 
 def parts(whole: torch.Tensor, num_parts: int) -> list[torch.Tensor]:

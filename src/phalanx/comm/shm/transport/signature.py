@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import struct
 import zlib
+from collections.abc import Sequence
 from enum import IntEnum
 from functools import cached_property, lru_cache
 
 import torch
+
+from ....errors import MismatchError
 
 
 class ReduceOp(IntEnum):
@@ -114,6 +117,16 @@ def unpacked(packed: bytes) -> Signature:
     """The inverse of `Signature.packed`."""
     verb, code, op, root, numel, scale, layout = _PACKED.unpack(packed)
     return signature(Verb(verb), DTYPES[code], numel, ReduceOp(op), root, scale, layout)
+
+
+def different_calls(rank: int, ranks: Sequence[int], calls: Sequence[Signature]) -> MismatchError:
+    """The error on `rank` when `ranks` have called what is in `calls`."""
+    listing = ", ".join(f"rank {each}: {call}" for each, call in zip(ranks, calls, strict=True))
+    return MismatchError(
+        f"rank {rank}: the ranks call different collectives: {listing}. "
+        "Call the same collectives in the same order, with equal sizes, on every rank. Most often one rank has fewer "
+        "batches (worker.loader(loader, model) or model.join() see to that), or a call stands inside `if rank == 0`."
+    )
 
 
 @lru_cache(maxsize=1024)

@@ -26,7 +26,7 @@ import torch
 from ....errors import CommunicationError, MismatchError
 from ...memory.arena import Arena
 from .link import Link
-from .signature import PACKED_BYTES, Signature, unpacked
+from .signature import PACKED_BYTES, Signature, different_calls, unpacked
 from .watch import Watch
 
 INLINE_BYTES = 256 * 1024  # what a rank can hand over in the opening step itself
@@ -196,12 +196,7 @@ class Team:
     def _mismatch(self, what: Signature, at: int) -> MismatchError:
         calls = [unpacked(page[a + at : a + at + PACKED_BYTES]) for page, a in self._peer_pages]
         calls.insert(self.index, what)
-        listing = ", ".join(f"rank {r}: {c}" for r, c in zip(self.global_ranks, calls, strict=True))
-        return MismatchError(
-            f"rank {self.global_ranks[self.index]}: the ranks call different collectives: {listing}. "
-            "Call the same collectives in the same order, with equal sizes, on every rank. Most often one rank has fewer "
-            "batches (worker.loader(loader, model) or model.join() see to that), or a call stands inside `if rank == 0`."
-        )
+        return different_calls(self.global_ranks[self.index], self.global_ranks, calls)
 
     def _observe(self, moment: str) -> None:
         assert self.observer is not None and self._signature is not None

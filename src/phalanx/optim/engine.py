@@ -1,4 +1,4 @@
-"""Autograd's engine, as far as the wrapper needs it: which pass runs, and how it ends."""
+"""Autograd's engine, as far as whoever acts during backward needs it: which pass runs, and how it ends."""
 
 from __future__ import annotations
 
