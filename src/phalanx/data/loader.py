@@ -74,6 +74,7 @@ class Loader:
         self._expected_digest = ""
         self._under_way = False
         self._is_dealt_anew = False
+        self._is_ended = False  # all batches of the epoch are used, and the program has still to do what follows its loop
         self.after_batch: Callable[[], None] | None = None
         """Called when the loop's body has run, before the next batch is fetched; for whoever counts steps."""
 
@@ -84,12 +85,12 @@ class Loader:
     def __iter__(self) -> Iterator[Any]:
         if self._under_way:
             self._next_epoch()  # the loop before was left early
-        self._under_way = True
+        self._under_way, self._is_dealt_anew = True, False
         epoch = self.epoch
         while self.epoch == epoch:
             expected, self._expected_digest = self._expected_digest, ""
             for batch in self._source.epoch(self.epoch, self._position, expected):
-                self._position = batch.position
+                self._position, self._is_ended = batch.position, False
                 with self._counting(batch):
                     yield self._on_device(batch.value)
                 if self.after_batch is not None:
@@ -117,15 +118,41 @@ class Loader:
         """Whether it can go on, in the middle of an epoch, on another number of ranks."""
         return self._source.any_world
 
+    @property
+    def is_under_way(self) -> bool:
+        """Whether some loop over it has begun and not come to its end."""
+        return self._under_way
+
+    @property
+    def is_at_end(self) -> bool:
+        """Whether the batch in hand is the last one of its epoch."""
+        return bool(self._position) and self._source.is_over(self._position)
+
     def set_epoch(self, epoch: int) -> None:
         """Go on with the beginning of `epoch`; for programs that count epochs themselves. Not needed otherwise."""
         self.epoch, self._position, self._under_way, self._expected_digest = epoch, 0, False, ""
+        self._is_ended = False
+
+    def end_epoch(self, epoch: int) -> None:
+        """`epoch` is over, though its loop may have been left early."""
+        if self.epoch == epoch:
+            self._next_epoch()
+
+    def end_state(self) -> dict[str, Any]:
+        """As `state_dict`, for a program that has still to do what follows the loop over the epoch's batches: who goes on
+        from there loops over no batch, and does that."""
+        before, self._is_ended = self._is_ended, True
+        try:
+            return self.state_dict()
+        finally:
+            self._is_ended = before
 
     def state_dict(self) -> dict[str, Any]:
         """Where the run is: the same on every rank, so one saves it for all. The batch in hand counts as used."""
         epoch, position = self.epoch, self._position
-        if position and self._source.is_over(position):
+        if position and not self._is_ended and self._source.is_over(position):
             epoch, position = epoch + 1, 0
+        ended = {"ended": True} if self._is_ended else {}
         return {
             "version": _VERSION,
             "unit": self._source.unit,
@@ -134,6 +161,7 @@ class Loader:
             "seed": self._source.seed,
             "order": self._source.digest if position else "",
             "world": self._exchange.world,
+            **ended,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -154,6 +182,7 @@ class Loader:
         self._source.seed = int(state["seed"])
         self.set_epoch(int(state["epoch"]))
         self._position, self._expected_digest = int(state["position"]), str(state["order"])
+        self._is_ended = bool(state.get("ended"))
 
     def _next_epoch(self) -> None:
         self.set_epoch(self.epoch + 1)

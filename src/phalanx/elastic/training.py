@@ -114,12 +114,12 @@ class Training:
         self._has_entered = False  # whether this worker has, or had, a state in common with others
         self._is_uneven = False  # whether some commit had several steps of the optimizer
         self._kept: Passing = {}
+        self._ends_epoch: int | None = None  # the epoch whose last commit is made by `epochs`, after its body
+        self._at_end: Passing | None = None  # what passes, as it was when all batches of that epoch had been used
         self.step = 0
         """How many steps have been committed."""
         # Steps of optimizers that have begun and ended since the last commit.
         self._num_begun = self._num_ended = 0
-        self._scheduled: Any = None  # what the scheduler's state was at the last commit
-        self._follows_schedule = False  # whether the scheduler has moved in the step before
         if self._member is not None:
             refuse_what_cannot_change(self._subject)
         for one in self._subject.optimizers.values():
@@ -132,27 +132,51 @@ class Training:
 
     def _note_end(self, *_: Any) -> None:
         self._num_ended += 1
+        self._transaction.after_step.begin()
 
     # -- what the function uses ----------------------------------------------------------------
 
     def epochs(self, count: int) -> Iterator[int]:
-        """The epochs that are left of `count`, each the loader's own."""
+        """The epochs that are left of `count`, each the loader's own. What follows the loop over an epoch's batches, such as
+        an evaluation or a scheduler's step, belongs to its last step: after a loss meanwhile it is done again."""
         if self._loader is None:
             raise ConfigError("epochs() counts the loader's epochs. Give elastic.run() the loader.")
-        while self._loader.epoch < count:
-            yield self._loader.epoch
+        while (epoch := self._loader.epoch) < count:
+            self._ends_epoch = epoch
+            yield epoch
+            self._ends_epoch = None
+            self._loader.end_epoch(epoch)
+            is_owed = self._kept and self._kept["parts"]["loader"].get("ended")
+            if self._num_ended or self._at_end is not None or is_owed:
+                self._commit(in_loop=False)
         if self._member is not None:
             # Whoever goes on to save and end knows that nobody is a step behind, and would make it again without it.
             self._worker.barrier()
 
     def commit(self) -> None:
         """The step is done. The loader calls it before it gives the next batch; programs without one, after each step."""
-        self._commit(in_loop=False)
+        self._commit(in_loop=self._loader is not None and self._loader.is_under_way)
 
     def _after_batch(self) -> None:
         # Gradients that add up over several batches are used by the last of them; before that there is no step to commit.
-        if self._num_ended or not self._subject.optimizers or self._has_stepped_in_backward:
+        if not (self._num_ended or not self._subject.optimizers or self._has_stepped_in_backward):
+            return
+        if self._is_before_end:
+            self._transaction.after_step.end()
+            self._at_end = {} if self._member is None else self._keep_passing()
+        else:
             self._commit(in_loop=True)
+
+    @property
+    def _is_before_end(self) -> bool:
+        """Whether all batches of an epoch are used, and what follows its loop is still to be done."""
+        return self._loader is not None and self._ends_epoch == self._loader.epoch and self._loader.is_at_end
+
+    def _keep_passing(self) -> Passing:
+        kept = self._transaction.keep()
+        if self._loader is not None and self._is_before_end:
+            kept["parts"]["loader"] = self._loader.end_state()
+        return kept
 
     @property
     def _has_stepped_in_backward(self) -> bool:
@@ -164,12 +188,13 @@ class Training:
     def _commit(self, in_loop: bool) -> None:
         version = self.step + 1
         if self._member is None:
-            self.step = version
+            self.step, self._at_end, self._num_begun, self._num_ended = version, None, 0, 0
             return
-        self._note_schedule()
+        self._transaction.after_step.end()
+        self._is_uneven = self._is_uneven or self._transaction.after_step.is_needed
         if self._may_hold():
             self._keep(version, Keeping.HELD)
-        elif self._in_place.has_stepped:
+        elif self._in_place.has_stepped and not self._is_uneven:
             self._keep(version, Keeping.IN_PLACE)
             self._in_place.committed(version)
         else:
@@ -191,12 +216,16 @@ class Training:
         # A commit without a step (after an evaluation, say) leaves what was learnt as it is.
         is_one_step = self._num_ended == 1 or (self._num_ended == 0 and was_held)
         is_whole = len(self._subject.optimizers) == 1 and not self._is_divided and self._worker.world > 1
+        # What is extra may be brought up to date after the step, in lines that one rank has done and another has not.
+        is_whole = is_whole and not self._subject.extra and not self._transaction.has_extra_state
         return is_one_step and is_whole and not self._is_uneven
 
     def _commit_written(self, version: int, member: Member) -> None:
         assert member.formed is not None, "it is a member of a generation"
         # In place what was learnt is on one host only: where there may be several, it is written, and mirrored.
         is_one_step = self._num_ended == 1 and not self._is_uneven and not member.formed.hosts
+        # One without a step tells nothing of how steps are made.
+        is_step, was_in_place = self._num_ended > 0, self._keeping is Keeping.IN_PLACE
         if self._keeping is Keeping.HELD:
             # All have made the step, or it is undone by those who hold the one before. Until all have written this one it
             # is held as well: some may go on before the others know.
@@ -206,7 +235,8 @@ class Training:
         # Whoever goes on knows that all ranks have written this version: it is never undone.
         self._worker.barrier()
         self.step, self._keeping = version, Keeping.WRITTEN
-        self._in_place.settle(member.formed.images, version, is_one_step, self._copy_before_step)
+        if is_step or was_in_place:
+            self._in_place.settle(member.formed.images, version, is_one_step, self._copy_before_step)
 
     def _copy_before_step(self) -> None:
         """A step cannot be made in place, on no rank: what was learnt until now is written before it is changed."""
@@ -223,7 +253,7 @@ class Training:
     def _keep(self, version: int, how: Keeping) -> None:
         """What there is now is the state of `version`."""
         assert self._image is not None, "it is a member of a generation"
-        self._kept = self._transaction.keep()
+        self._kept, self._at_end = self._keep_passing(), None
         if how is Keeping.WRITTEN:
             self._transaction.write(self._image, version, self._worker.rank, self._worker.world, self._kept)
             self._between.pass_on(self._image)
@@ -235,12 +265,6 @@ class Training:
         if how is not Keeping.WRITTEN:
             self.step, self._keeping = version, how
         self._num_begun = self._num_ended = 0
-
-    def _note_schedule(self) -> None:
-        scheduler = self._subject.parts.get("scheduler")
-        if scheduler is not None:
-            now = getattr(scheduler, "last_epoch", None)
-            self._follows_schedule, self._scheduled = now != self._scheduled, now
 
     # -- the life of a run ---------------------------------------------------------------------
 
@@ -270,6 +294,7 @@ class Training:
             self._recover(member, *lost)
 
     def _watch_loader(self) -> None:
+        self._ends_epoch = None
         if self._loader is not None:
             self._loader.after_batch = self._after_batch
 
@@ -298,7 +323,6 @@ class Training:
         # Of the first generation: everybody has made the same from the beginning.
         try:
             self._open_image(formed, member)
-            self._note_schedule()
             self._keep(self.step, Keeping.WRITTEN)
             self._has_entered = True
             return
@@ -370,7 +394,9 @@ class Training:
         self._worker.barrier()
         self._between.taken()
         # A rank alone holds nothing that anybody else would have if it were lost.
-        self._keep(self.step, self._keeping if formed.world > 1 else Keeping.WRITTEN)
+        if formed.world == 1:
+            self._keeping = Keeping.WRITTEN
+        self._keep(self.step, self._keeping)
 
     def _apply(self, taken: Taken, formed: Formed) -> None:
         if taken.source is not None:
@@ -382,8 +408,7 @@ class Training:
         self._in_place.drop()
         self.step, self._keeping, self._has_entered = taken.version, taken.keeping, True
         self._num_begun = self._num_ended = 0
-        self._kept = self._transaction.keep()
-        self._scheduled = getattr(self._subject.parts.get("scheduler"), "last_epoch", None)
+        self._kept, self._at_end = self._keep_passing(), None
 
     def _renew(self) -> None:
         sharded = [one for one in self._subject.optimizers.values() if isinstance(one, ZeroRedundancyOptimizer)]
@@ -468,7 +493,7 @@ class Training:
 
     def _complete(self) -> None:
         """The optimizer has stepped on every rank that is left; what a step does besides may not be done yet."""
-        scheduler = self._subject.parts.get("scheduler")
-        if scheduler is not None and self._follows_schedule and getattr(scheduler, "last_epoch", None) == self._scheduled:
-            scheduler.step()
-        self._kept = self._transaction.keep()
+        if self._at_end is None:
+            self._transaction.after_step.complete()
+        # What followed the loop over an epoch's batches is done again.
+        self._kept = self._at_end or self._keep_passing()
