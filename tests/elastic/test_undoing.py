@@ -76,7 +76,7 @@ def test_what_follows_the_loop_of_an_epoch_is_done_once_though_a_rank_is_lost_me
     training.run(train)
     assert lost.has_happened and (kept == "held") == (training._keeping is Keeping.HELD)
     assert seen == [(0, 1, 0.05), (1, 2, 0.025)]
-    assert loader.epoch == 2 and training.step in (6, 7)
+    assert loader.epoch == 2 and training.step == 6
 
 
 def test_a_second_loss_after_an_epochs_end_was_completed_does_not_skip_it(runs: Any) -> None:

@@ -116,8 +116,8 @@ class Training:
         self._kept: Passing = {}
         self._ends_epoch: int | None = None  # the epoch whose last commit is made by `epochs`, after its body
         self._at_end: Passing | None = None  # what passes, as it was when all batches of that epoch had been used
-        self.step = 0
-        """How many steps have been committed."""
+        # Commits; and those of them without a step, of what follows an epoch's loop where a loss came between.
+        self._version = self._num_idle = 0
         # Steps of optimizers that have begun and ended since the last commit.
         self._num_begun = self._num_ended = 0
         if self._member is not None:
@@ -136,6 +136,11 @@ class Training:
 
     # -- what the function uses ----------------------------------------------------------------
 
+    @property
+    def step(self) -> int:
+        """How many steps have been committed."""
+        return self._version - self._num_idle
+
     def epochs(self, count: int) -> Iterator[int]:
         """The epochs that are left of `count`, each the loader's own. What follows the loop over an epoch's batches, such as
         an evaluation or a scheduler's step, belongs to its last step: after a loss meanwhile it is done again."""
@@ -147,7 +152,9 @@ class Training:
             self._ends_epoch = None
             self._loader.end_epoch(epoch)
             is_owed = self._kept and self._kept["parts"]["loader"].get("ended")
-            if self._num_ended or self._at_end is not None or is_owed:
+            has_stepped = self._num_ended > 0 or self._at_end is not None
+            if has_stepped or is_owed:
+                self._num_idle += not has_stepped
                 self._commit(in_loop=False)
         if self._member is not None:
             # Whoever goes on to save and end knows that nobody is a step behind, and would make it again without it.
@@ -159,7 +166,7 @@ class Training:
 
     def _after_batch(self) -> None:
         # Gradients that add up over several batches are used by the last of them; before that there is no step to commit.
-        if not (self._num_ended or not self._subject.optimizers or self._has_stepped_in_backward):
+        if not (self._num_ended or not self._subject.optimizers or self._transaction.has_stepped_in_backward):
             return
         if self._is_before_end:
             self._transaction.after_step.end()
@@ -173,22 +180,15 @@ class Training:
         return self._loader is not None and self._ends_epoch == self._loader.epoch and self._loader.is_at_end
 
     def _keep_passing(self) -> Passing:
-        kept = self._transaction.keep()
+        kept = {**self._transaction.keep(), "idle": self._num_idle}
         if self._loader is not None and self._is_before_end:
             kept["parts"]["loader"] = self._loader.end_state()
         return kept
 
-    @property
-    def _has_stepped_in_backward(self) -> bool:
-        """Whether the optimizers step in backward, and the one of this batch was no mere part of a sum."""
-        ddp, found = self._subject.ddp, self._subject.optimizers.values()
-        accumulates = ddp is not None and bool(ddp.reducer.unreduced)
-        return bool(found) and all(isinstance(one, InBackward) for one in found) and not accumulates
-
     def _commit(self, in_loop: bool) -> None:
-        version = self.step + 1
+        version = self._version + 1
         if self._member is None:
-            self.step, self._at_end, self._num_begun, self._num_ended = version, None, 0, 0
+            self._version, self._at_end, self._num_begun, self._num_ended = version, None, 0, 0
             return
         self._transaction.after_step.end()
         self._is_uneven = self._is_uneven or self._transaction.after_step.is_needed
@@ -215,7 +215,7 @@ class Training:
         was_held = self._keeping is Keeping.HELD
         # A commit without a step (after an evaluation, say) leaves what was learnt as it is.
         is_one_step = self._num_ended == 1 or (self._num_ended == 0 and was_held)
-        is_whole = len(self._subject.optimizers) == 1 and not self._is_divided and self._worker.world > 1
+        is_whole = len(self._subject.optimizers) == 1 and not self._transaction.is_divided and self._worker.world > 1
         # What is extra may be brought up to date after the step, in lines that one rank has done and another has not.
         is_whole = is_whole and not self._subject.extra and not self._transaction.has_extra_state
         return is_one_step and is_whole and not self._is_uneven
@@ -234,21 +234,17 @@ class Training:
         self._keep(version, Keeping.WRITTEN)
         # Whoever goes on knows that all ranks have written this version: it is never undone.
         self._worker.barrier()
-        self.step, self._keeping = version, Keeping.WRITTEN
+        self._version, self._keeping = version, Keeping.WRITTEN
         if is_step or was_in_place:
             self._in_place.settle(member.formed.images, version, is_one_step, self._copy_before_step)
 
     def _copy_before_step(self) -> None:
         """A step cannot be made in place, on no rank: what was learnt until now is written before it is changed."""
         assert self._image is not None, "it is a member of a generation"
-        self._transaction.write(self._image, self.step, self._worker.rank, self._worker.world, self._kept)
+        self._transaction.write(self._image, self._version, self._worker.rank, self._worker.world, self._kept)
         # Not before all have: the state in place may be changed from here on.
         self._worker.barrier()
         self._keeping = Keeping.WRITTEN
-
-    @property
-    def _is_divided(self) -> bool:
-        return any(isinstance(one, (ZeroRedundancyOptimizer, InBackward)) for one in self._subject.optimizers.values())
 
     def _keep(self, version: int, how: Keeping) -> None:
         """What there is now is the state of `version`."""
@@ -263,7 +259,7 @@ class Training:
             self._image.clear()
             self._between.clear()
         if how is not Keeping.WRITTEN:
-            self.step, self._keeping = version, how
+            self._version, self._keeping = version, how
         self._num_begun = self._num_ended = 0
 
     # -- the life of a run ---------------------------------------------------------------------
@@ -323,7 +319,7 @@ class Training:
         # Of the first generation: everybody has made the same from the beginning.
         try:
             self._open_image(formed, member)
-            self._keep(self.step, Keeping.WRITTEN)
+            self._keep(self._version, Keeping.WRITTEN)
             self._has_entered = True
             return
         except Exception as error:
@@ -369,14 +365,16 @@ class Training:
     def _go_on(self, formed: Formed, member: Member, in_loop: bool) -> None:
         """Bind everything to the new group, and set it back to the last common commit."""
         self._open_image(formed, member)
-        report = Report(self.step if self._has_entered else None, self._num_begun > 0, self._num_ended == self._num_begun)
+        at = self._version if self._has_entered else None
+        report = Report(at, self._num_begun > 0, self._num_ended == self._num_begun)
         holds = self._has_entered and self._keeping is Keeping.HELD
         # Looked at before anybody knows what the others say, and so before anybody finishes a step of another.
         in_place = self._in_place.look(formed), self._in_place.stand(formed, member.number)
-        mine = (report, holds, self._is_uneven, in_place, self._telling.was_in_step)
+        step = None if at is None else self.step
+        mine = (report, holds, self._is_uneven, in_place, self._telling.was_in_step, step)
         said = self._worker.exchange.all_objects(mine)
         self._is_uneven = any(one[2] for one in said)
-        self._telling.heard([one[0].version for one in said], [one[4] for one in said])
+        self._telling.heard([one[5] for one in said], [one[4] for one in said])
         self._transaction.give_up_pass()
         found: Found | None = said[0][3][0]
         if any(one[1] for one in said):
@@ -396,7 +394,7 @@ class Training:
         # A rank alone holds nothing that anybody else would have if it were lost.
         if formed.world == 1:
             self._keeping = Keeping.WRITTEN
-        self._keep(self.step, self._keeping)
+        self._keep(self._version, self._keeping)
 
     def _apply(self, taken: Taken, formed: Formed) -> None:
         if taken.source is not None:
@@ -406,7 +404,8 @@ class Training:
         # Last: whatever is done above may draw numbers.
         self._transaction.set_random(taken.passing, taken.own, formed.rank + formed.generation * formed.world)
         self._in_place.drop()
-        self.step, self._keeping, self._has_entered = taken.version, taken.keeping, True
+        self._version, self._keeping, self._has_entered = taken.version, taken.keeping, True
+        self._num_idle = taken.passing["idle"]
         self._num_begun = self._num_ended = 0
         self._kept, self._at_end = self._keep_passing(), None
 
@@ -436,7 +435,7 @@ class Training:
             # taken a batch already.
             if self._subject.ddp is not None:
                 self._subject.ddp.replicate_module(0)
-            mine = self._kept if self._has_entered else self._transaction.keep()
+            mine = self._kept if self._has_entered else self._keep_passing()
             passing: Passing = self._worker.exchange.all_objects(mine)[0]
             return Taken(0, Keeping.WRITTEN, None, passing, mine if self._has_entered else None)
         source = ImageSource(formed.before, formed.version)
@@ -450,10 +449,10 @@ class Training:
     def _take_placed(self, formed: Formed, found: Found, said: list[Standing]) -> Taken:
         """What every rank has in place, after the step that any of them has begun is finished for all."""
         self._in_place.finish(formed, found, said)
-        if self._has_entered and self.step < found.version:
+        if self._has_entered and self._version < found.version:
             self._complete()
             # At once: should somebody be lost before all is taken, it is not to be completed again.
-            self.step, self._num_begun, self._num_ended = found.version, 0, 0
+            self._version, self._num_begun, self._num_ended = found.version, 0, 0
         mine = self._kept if self._has_entered else None
         source, passing, first = self._in_place.take(formed, found, mine)
         self._renew()

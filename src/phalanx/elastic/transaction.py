@@ -29,6 +29,7 @@ from ..checkpoint.source import Source
 from ..checkpoint.tree import decode
 from ..comm.hooks import HookState
 from ..errors import StateError
+from ..optim.in_backward import InBackward
 from ..zero.optimizer import ZeroRedundancyOptimizer
 from ..zero.state.tree import numbers_of
 from .image import ImageSource, RankImage
@@ -162,6 +163,18 @@ class Transaction:
     def _members(self) -> Iterator[torch.optim.Optimizer]:
         for optimizer in self.subject.optimizers.values():
             yield from members(optimizer)
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether no rank has the whole state of the optimizers, or at all times."""
+        return any(isinstance(one, (ZeroRedundancyOptimizer, InBackward)) for one in self.subject.optimizers.values())
+
+    @property
+    def has_stepped_in_backward(self) -> bool:
+        """Whether the optimizers step in backward, and the one of this batch was no mere part of a sum."""
+        ddp, found = self.subject.ddp, self.subject.optimizers.values()
+        accumulates = ddp is not None and bool(ddp.reducer.unreduced)
+        return bool(found) and all(isinstance(one, InBackward) for one in found) and not accumulates
 
     # -- what was learnt -----------------------------------------------------------------------
 
