@@ -283,7 +283,7 @@ def train(plan: Plan, folder: str, number: int) -> None:
         world = dist.group.WORLD
         assert world is not None and (worker.world == 1 or group_timeout_s(world) == plan.timeout_s)
         micro = 0
-        for batch, ids, count in _batches(plan, training, worker, loader, position, data):
+        for batch, ids, count in _batches(plan, faults, worker, loader, position, data):
             noise = float(torch.rand(()))
             formed = worker.member.formed.generation if worker.member and worker.member.formed else 0
             note = {"step": training.step + 1, "generation": formed, "rank": worker.rank, "world": worker.world}
@@ -355,12 +355,15 @@ def _dataloader(plan: Plan, data: torch.Tensor) -> DataLoader[Any]:
 
 
 def _batches(
-    plan: Plan, training: Training, worker: Worker, loader: Any, position: Position, data: torch.Tensor
+    plan: Plan, faults: Faults, worker: Worker, loader: Any, position: Position, data: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, list[int], float]]:
+    training = faults.training
+    assert training is not None
     if loader is not None:
         for _ in training.epochs(plan.epochs):
             for batch, ids in loader:
                 yield batch, ids.tolist(), loader.count
+            faults.at("epoch")
         return
     while position.used < plan.samples or plan.generations or _waits_for(plan.until, worker):
         assert worker.member is not None and worker.member.formed is not None

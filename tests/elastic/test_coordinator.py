@@ -10,7 +10,8 @@ import pytest
 
 from phalanx.launch.elastic.coordinator import Coordinator
 from phalanx.launch.elastic.heads import Paths
-from phalanx.launch.elastic.membership import Limits, RunState
+from phalanx.launch.elastic.hosts.there import LOST_S, There
+from phalanx.launch.elastic.membership import Limits, RunState, WorkerState
 from phalanx.launch.elastic.messages import Line
 from phalanx.launch.elastic.page import Page
 from phalanx.launch.elastic.variables import PAGE
@@ -148,3 +149,36 @@ def test_a_straggler_is_named_and_left_alone(run: Run) -> None:
         run.coordinator.tick(begun + look / 4)
     named = [event for event in run.events if event["event"] == "straggler"]
     assert [(event["worker"], event["seconds"]) for event in named] == [(1, 10.0)] and not run.killed
+
+
+class _Deaf:
+    """A channel to a host that is cut off."""
+
+    there = "10.0.0.2"
+
+    def send(self, message: dict[str, Any], timeout_s: float) -> None: ...
+
+
+@pytest.mark.parametrize("limit_s", [2.0, 20.0])
+def test_a_worker_of_another_host_is_not_fenced_before_its_own_host_has_ended_it(limit_s: float) -> None:
+    run = Run(3)
+    coordinator = run.coordinator
+    channel: Any = _Deaf()
+    there = There(channel, 1, "other", 1, NOW)
+    far = coordinator.connect_far(NOW, there.seat, 1)  # the last one that there is room for
+    for worker in range(3):
+        run.says(worker, "arrived", timeout_s=limit_s)
+    there.lines[far].put({"is": "arrived"})
+    coordinator.hear(far, NOW)
+    coordinator.membership.members = (*range(3), far)
+    coordinator.membership.workers[far] = WorkerState.TRAINING
+    there.workers[far].tell(1, False, 1)
+    run.says(0, "arrived", silent=[far])
+    # A time limit of its own that is long enough has seen it out.
+    assert run.killed == ([] if limit_s < LOST_S else [far])
+    pages = {far: there.workers[far]}
+    looks = [coordinator._silence.look(pages, look / 4) for look in range(int(4 * LOST_S))]
+    assert not any(looks), "before that host counts as lost"
+    later = range(int(4 * LOST_S), int(4 * max(LOST_S, limit_s)) + 8)
+    assert any(coordinator._silence.look(pages, look / 4) for look in later)
+    run.close()

@@ -254,11 +254,11 @@ def test_a_silent_member_is_fenced_and_replaced() -> None:
 def test_a_member_that_does_not_come_to_the_meeting_is_fenced_and_replaced() -> None:
     machine = _formed()
     machine.ended(0, False, 1)
-    assert machine.deadline == 11 and machine.tick(10.9) == []
     # While all are in the midst of a step nobody is late; from when the first one comes, they are.
-    assert machine.tick(11) == [] and machine.deadline == 21
+    assert machine.deadline is None and machine.tick(12) == []
     machine.arrived(1, 12)
-    killed, formed, start = machine.tick(21)
+    assert machine.deadline == 22 and machine.tick(21) == []
+    killed, formed, start = machine.tick(22)
     assert isinstance(killed, Kill) and killed.worker == 2
     assert (formed, start) == (Form(2, (1,)), Start(1))
 
@@ -361,6 +361,41 @@ def test_a_program_that_fails_in_every_generation_is_given_up() -> None:
         actions = [action for worker in members for action in machine.arrived(worker, round_number)]
     (why,) = [action.why for action in actions if isinstance(action, GiveUp)]
     assert "3 attempts in a row" in why
+
+
+def test_a_run_whose_last_members_crash_has_failed_though_one_has_finished() -> None:
+    machine = _formed(wanted=2)
+    assert machine.ended(0, True, 1) == []
+    broken, given_up = machine.ended(1, False, 2)
+    assert isinstance(broken, Break) and isinstance(given_up, GiveUp) and "worker 1 ended badly" in given_up.why
+    assert machine.state is RunState.OVER
+    # Where another one comes to the end after it, everything has been done.
+    machine = _formed()
+    machine.ended(0, True, 1)
+    machine.ended(1, False, 2)
+    assert machine.arrived(2, 3) == [Form(2, (2,))]
+    assert machine.ended(2, True, 4) == [] and machine.state is RunState.OVER
+
+
+def test_newcomers_that_are_lost_before_their_first_step_are_not_replaced_for_ever() -> None:
+    machine = _formed(wanted=2)
+    actions = machine.ended(1, False, 1)
+    machine.arrived(0, 1)
+    for worker in range(2, 5):
+        assert actions[-1] == Start(1)
+        machine.committed(1)  # of the one who trains alone
+        machine.started(worker, 1)
+        assert machine.arrived(worker, 2) == [Pause()]
+        assert machine.arrived(0, 2)[-1] == Form(machine.generation, (0, worker))
+        actions = machine.ended(worker, False, 3)
+        machine.arrived(0, 3)
+    assert not any(isinstance(action, Start) for action in actions) and machine.state is RunState.RUNNING
+    # One that has made a step shows that newcomers can.
+    assert machine._lost_new == 3
+    machine.started(5, 4)
+    machine.arrived(5, 4), machine.arrived(0, 4)
+    machine.committed(4)
+    assert machine.ended(5, False, 5)[-1] == Start(1)
 
 
 def test_limits_are_checked() -> None:

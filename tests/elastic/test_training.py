@@ -33,6 +33,7 @@ HELD = {
     "after the step": Case(Plan(faults=_one("stepped", 1))),
     "mixed precision": Case(Plan(model="low", faults=_one("forward", 1, 3))),
     "int8": Case(Plan(model="hook:int8", faults=_one("backward", 1, 3))),
+    "after an epoch's loop": Case(Plan(faults=_one("epoch", 1))),
     "gloo": Case(Plan(backend="gloo", faults=_one("backward", 0))),
     "while it saves": Case(Plan(saves=True, faults=_one("save>", 1)), most_lost=1),
     "while ranks meet, twice": Case(Plan(faults=(("kill", "forward", 2, 3), ("kill", "links<", 0, 3)))),
@@ -42,6 +43,8 @@ HELD = {
 WRITTEN = {
     "overlapped": Case(Plan(optimizer="overlap", faults=_one("backward", 0))),
     "stage 2": Case(Plan(optimizer="stage2", faults=_one("write>", 0))),
+    "a plain optimizer with something extra": Case(Plan(has_loader=False, faults=_one("stepped", 0, 3))),
+    "overlapped, after an epoch's loop": Case(Plan(optimizer="overlap", faults=_one("epoch", 1))),
     "two optimizers": Case(Plan(optimizer="two", faults=_one("backward", 1, 5))),
     # What was written is in the launcher's memory: nobody has to be left. What is stepped in place needs one who is.
     "two at once": Case(Plan(optimizer="zero", faults=(("kill", "batch", 0, 5), ("kill", "batch", -1, 5)))),
@@ -61,7 +64,7 @@ MORE = {
     "buffers": Case(Plan(model="norm", faults=_one("backward", 0, 3))),
     "powersgd": Case(Plan(model="hook:powersgd", faults=_one("forward", 1, 3))),
     "accumulation": Case(Plan(accumulate=2, faults=_one("backward", 1, 3))),
-    "without a loader": Case(Plan(has_loader=False, faults=_one("stepped", 0, 3))),
+    "without a loader": Case(Plan(has_loader=False, has_extra=False, faults=_one("stepped", 0, 3))),
     "before the first step": Case(Plan(faults=_one("ready", 1, 0))),
     "one stops when the others have finished": Case(Plan(timeout_s=1.5, faults=_one("over", 1, 0, "stop"))),
     "zero, without a loader": Case(Plan(optimizer="zero", has_loader=False, faults=_one("write>", 1, 5))),
@@ -78,6 +81,7 @@ MORE = {
     "in place, when it has voted": Case(_in_place(_one("vote>", 0, 5))),
     "in place, all have stepped": Case(_in_place(_one("take>", 2, 5, "raise"))),
     "in place, committed": Case(_in_place(_one("stepped", 1, 5))),
+    "in place, after an epoch's loop": Case(_in_place((*_one("epoch", 0), *_one("epoch", 1)))),
     "moving there": Case(_in_place(_one("settle<", 1, 1))),
     "fewer, in order": Case(_in_place(()), outside=(("scale 2", 0.1, 0),)),
 }

@@ -25,10 +25,14 @@ ALIVE = ("starting", "hung", "training", "stopped", "waiting")
 REASONS: dict[str, Callable[[World], bool]] = {
     "could not be started": lambda world: world.is_refused,
     "ended before they came to train": lambda world: world.num_unborn >= world.machine.limits.fruitless,
+    "had made a step with": lambda world: world.num_new_lost >= world.machine.limits.fruitless,
+    "ended badly when others had finished": lambda world: world.has_crashed,
     "ended without a completed step": lambda world: world.num_fruitless >= world.machine.limits.fruitless,
     "did not come to the end": lambda world: world.num_fruitless >= world.machine.limits.fruitless,
     "no more came within": lambda world: world.is_hurried or "hung" in world.processes.values(),
-    "workers are left": lambda world: world.is_refused or world.num_unborn >= world.machine.limits.fruitless,
+    "workers are left": lambda world: (
+        world.is_refused or max(world.num_unborn, world.num_new_lost) >= world.machine.limits.fruitless
+    ),
 }
 
 
@@ -49,6 +53,9 @@ class World:
     formed: tuple[int, tuple[int, ...]] = (0, ())
     is_told: bool = False  # whether those who wait have been told that the generation is over
     num_unborn: int = 0
+    num_new_lost: int = 0
+    proven: frozenset[int] = frozenset()  # who was there at a commit
+    has_crashed: bool = False  # whether a member has failed since another finished
     num_fruitless: int = 0
     failure: str = ""
 
@@ -70,6 +77,7 @@ class World:
             (self.asked, self.is_paused, self.has_committed, self.is_refused, self.is_hurried, self.is_scaled, self.is_told),
             tuple(label.get(worker) for worker in sorted(machine._woken)),
             (min(self.num_unborn, machine.limits.fruitless), self.num_fruitless, bool(self.failure)),
+            (self.num_new_lost, self.has_crashed, bool(self.proven), tuple(one in self.proven for one in self.processes)),
         )
 
     # -- what may happen -----------------------------------------------------------------------
@@ -165,6 +173,7 @@ class World:
         world.machine.workers = dict(self.machine.workers)
         world.machine._leaving = set(self.machine._leaving)
         world.machine._woken = set(self.machine._woken)
+        world.machine._proven = set(self.machine._proven)
         getattr(world, f"_{event[0]}")(*event[1:])
         return world
 
@@ -187,6 +196,9 @@ class World:
 
     def _commit(self, worker: int) -> None:
         self.has_committed, self.num_fruitless = True, 0
+        if self.proven and not self.proven >= set(self.machine.members):
+            self.num_new_lost = 0
+        self.proven |= set(self.machine.members)
         self._apply(self.machine.committed(0.0))
 
     def _finish(self, worker: int) -> None:
@@ -198,7 +210,13 @@ class World:
             self.num_unborn += 1
         if how == "finished":
             self.processes[worker] = "done"
+        if how == "failed" and self.machine.workers.get(worker) in (WorkerState.TRAINING, WorkerState.WAITING):
+            self._count_lost(worker)
+            self.has_crashed |= worker in self.machine.members and self.machine.state is RunState.ENDING
         self._apply(self.machine.ended(worker, how != "failed", 0.0))
+
+    def _count_lost(self, worker: int) -> None:
+        self.num_new_lost += bool(self.proven) and worker in self.machine.members and worker not in self.proven
 
     def _tick(self) -> None:
         now = self.machine.deadline
@@ -256,6 +274,7 @@ class World:
                     self.asked += count
                 case Kill(worker, _):
                     self._forget(worker)
+                    self._count_lost(worker)
                     if self.processes.get(worker) in ALIVE:
                         self.processes[worker] = "failed"
                 case Wake(worker):

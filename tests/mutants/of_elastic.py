@@ -29,8 +29,8 @@ MUTATIONS = (
     Mutation(
         name="elastic: a rank goes on before all have written the step",
         file=TRAINING,
-        old="        self._worker.barrier()\n        self.step, self._keeping = version, Keeping.WRITTEN\n",
-        new="        self.step, self._keeping = version, Keeping.WRITTEN\n",
+        old="        self._worker.barrier()\n        self._version, self._keeping = version, Keeping.WRITTEN\n",
+        new="        self._version, self._keeping = version, Keeping.WRITTEN\n",
         tests=WRITTEN,
     ),
     Mutation(

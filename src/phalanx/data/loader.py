@@ -91,6 +91,7 @@ class Loader:
         self._expected_digest = ""
         self._loop, self._num_loops = _Loop.NONE, 0
         self._handled: int | None = None
+        self._is_ended = False  # all batches of the epoch are used, and the program has still to do what follows its loop
         self.after_batch: Callable[[], None] | None = None
         """Called when the loop's body has run, before the next batch is fetched; for whoever counts steps."""
 
@@ -117,7 +118,7 @@ class Loader:
         while self.epoch == epoch:
             expected, self._expected_digest = self._expected_digest, ""
             for batch in self._source.epoch(self.epoch, self._position, expected):
-                self._position = batch.position
+                self._position, self._is_ended = batch.position, False
                 with self._counting(batch):
                     yield self._on_device(batch.value)
                 if self.after_batch is not None:
@@ -144,6 +145,16 @@ class Loader:
         """Whether it can go on, in the middle of an epoch, on another number of ranks."""
         return self._source.any_world
 
+    @property
+    def is_under_way(self) -> bool:
+        """Whether some loop over it has begun and not come to its end."""
+        return self._loop in (_Loop.RUNNING, _Loop.MOVED)
+
+    @property
+    def is_at_end(self) -> bool:
+        """Whether the batch in hand is the last one of its epoch."""
+        return bool(self._position) and self._source.is_over(self._position)
+
     def set_epoch(self, epoch: int) -> None:
         """Go on with the beginning of `epoch`; for programs that count epochs themselves. Not needed otherwise."""
         self._go_to(epoch)
@@ -151,7 +162,22 @@ class Loader:
         self._loop = _Loop.MOVED if in_loop else _Loop.NONE
 
     def _go_to(self, epoch: int, position: int = 0, digest: str = "") -> None:
-        self.epoch, self._position, self._expected_digest = epoch, position, digest
+        self.epoch, self._position, self._expected_digest, self._is_ended = epoch, position, digest, False
+
+    def end_epoch(self, epoch: int) -> None:
+        """`epoch` is over, though its loop may have been left early."""
+        if self.epoch == epoch:
+            self._go_to(epoch + 1)
+            self._loop = _Loop.NONE
+
+    def end_state(self) -> dict[str, Any]:
+        """As `state_dict`, for a program that has still to do what follows the loop over the epoch's batches: who goes on
+        from there loops over no batch, and does that."""
+        before, self._is_ended = self._is_ended, True
+        try:
+            return self.state_dict()
+        finally:
+            self._is_ended = before
 
     def state_dict(self) -> dict[str, Any]:
         """Where the run is: the same on every rank, so one saves it for all. The batch in hand counts as used.
@@ -162,8 +188,10 @@ class Loader:
         epoch, position = self.epoch, self._position
         # An order that was not drawn yet is that of a loaded state, which had something left.
         is_over = position and not self._expected_digest and self._source.is_over(position)
-        if is_over or (self._loop is _Loop.LEFT and _being_handled() == self._handled):
+        is_left = self._loop is _Loop.LEFT and _being_handled() == self._handled
+        if not self._is_ended and (is_over or is_left):
             epoch, position = epoch + 1, 0
+        ended = {"ended": True} if self._is_ended else {}
         return {
             "version": _VERSION,
             "unit": self._source.unit,
@@ -173,6 +201,7 @@ class Loader:
             "seeds": list(self._source.seeds),
             "order": (self._expected_digest or self._source.digest) if position else "",
             "world": self._exchange.world,
+            **ended,
         }
 
     def check_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -202,6 +231,7 @@ class Loader:
         self._source.seeds = saved if len(saved) == self._exchange.world else [saved[0], *self._source.seeds[1:]]
         self.set_epoch(int(state["epoch"]))
         self._go_to(int(state["epoch"]), int(state["position"]), str(state["order"]))
+        self._is_ended = bool(state.get("ended"))
 
     def _on_device(self, value: Any) -> Any:
         if self._device.type == "cpu":

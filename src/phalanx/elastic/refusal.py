@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch.distributed as dist
 from torch.distributed import rpc
 
 from ..checkpoint.capture import Subject
 from ..data.loader import Loader
 from ..errors import ArgumentTypeError, ConfigError
 from ..zero.optimizer import ZeroRedundancyOptimizer
+
+
+def stateful_of(subject: Subject) -> Any:
+    """The state of the model's communication hook, if it is one that can be kept and put back."""
+    ddp = subject.ddp
+    state = None if ddp is None or ddp._hook is None else ddp._hook[0]
+    return state if hasattr(state, "state_dict") and hasattr(state, "load_state_dict") else None
 
 
 def refuse_what_cannot_change(subject: Subject) -> None:
@@ -25,6 +35,7 @@ def refuse_what_cannot_change(subject: Subject) -> None:
                 f"extra {name!r} is a {type(value).__name__}, which cannot be set back in place. Give an object with "
                 "state_dict() and load_state_dict(), or a generator."
             )
+    _refuse_hook(subject)
     for one in subject.optimizers.values():
         if isinstance(one, ZeroRedundancyOptimizer) and one.partition != "element" and one.world_size > 1:
             raise ConfigError(
@@ -41,4 +52,13 @@ def refuse_what_cannot_change(subject: Subject) -> None:
         raise ConfigError(
             f"an elastic run needs phalanx.DistributedDataParallel, which can go on over another group; the model is in "
             f"a {kind.__module__}.{kind.__name__}."
+        )
+
+
+def _refuse_hook(subject: Subject) -> None:
+    hook = None if subject.ddp is None else subject.ddp._hook
+    if hook is not None and not isinstance(hook[0], (dist.ProcessGroup, type(None))) and stateful_of(subject) is None:
+        raise ConfigError(
+            f"the communication hook's state, a {type(hook[0]).__name__}, has no state_dict() and load_state_dict(): what a "
+            "step that is undone has changed in it would stay. Give it both, or use a state of phalanx.comm.hooks."
         )

@@ -114,12 +114,12 @@ class Training:
         self._has_entered = False  # whether this worker has, or had, a state in common with others
         self._is_uneven = False  # whether some commit had several steps of the optimizer
         self._kept: Passing = {}
-        self.step = 0
-        """How many steps have been committed."""
+        self._ends_epoch: int | None = None  # the epoch whose last commit is made by `epochs`, after its body
+        self._at_end: Passing | None = None  # what passes, as it was when all batches of that epoch had been used
+        # Commits; and those of them without a step, of what follows an epoch's loop where a loss came between.
+        self._version = self._num_idle = 0
         # Steps of optimizers that have begun and ended since the last commit.
         self._num_begun = self._num_ended = 0
-        self._scheduled: Any = None  # what the scheduler's state was at the last commit
-        self._follows_schedule = False  # whether the scheduler has moved in the step before
         if self._member is not None:
             refuse_what_cannot_change(self._subject)
         for one in self._subject.optimizers.values():
@@ -132,44 +132,69 @@ class Training:
 
     def _note_end(self, *_: Any) -> None:
         self._num_ended += 1
+        self._transaction.after_step.begin()
 
     # -- what the function uses ----------------------------------------------------------------
 
+    @property
+    def step(self) -> int:
+        """How many steps have been committed."""
+        return self._version - self._num_idle
+
     def epochs(self, count: int) -> Iterator[int]:
-        """The epochs that are left of `count`, each the loader's own."""
+        """The epochs that are left of `count`, each the loader's own. What follows the loop over an epoch's batches, such as
+        an evaluation or a scheduler's step, belongs to its last step: after a loss meanwhile it is done again."""
         if self._loader is None:
             raise ConfigError("epochs() counts the loader's epochs. Give elastic.run() the loader.")
-        while self._loader.epoch < count:
-            yield self._loader.epoch
+        while (epoch := self._loader.epoch) < count:
+            self._ends_epoch = epoch
+            yield epoch
+            self._ends_epoch = None
+            self._loader.end_epoch(epoch)
+            is_owed = self._kept and self._kept["parts"]["loader"].get("ended")
+            has_stepped = self._num_ended > 0 or self._at_end is not None
+            if has_stepped or is_owed:
+                self._num_idle += not has_stepped
+                self._commit(in_loop=False)
         if self._member is not None:
             # Whoever goes on to save and end knows that nobody is a step behind, and would make it again without it.
             self._worker.barrier()
 
     def commit(self) -> None:
         """The step is done. The loader calls it before it gives the next batch; programs without one, after each step."""
-        self._commit(in_loop=False)
+        self._commit(in_loop=self._loader is not None and self._loader.is_under_way)
 
     def _after_batch(self) -> None:
         # Gradients that add up over several batches are used by the last of them; before that there is no step to commit.
-        if self._num_ended or not self._subject.optimizers or self._has_stepped_in_backward:
+        if not (self._num_ended or not self._subject.optimizers or self._transaction.has_stepped_in_backward):
+            return
+        if self._is_before_end:
+            self._transaction.after_step.end()
+            self._at_end = {} if self._member is None else self._keep_passing()
+        else:
             self._commit(in_loop=True)
 
     @property
-    def _has_stepped_in_backward(self) -> bool:
-        """Whether the optimizers step in backward, and the one of this batch was no mere part of a sum."""
-        ddp, found = self._subject.ddp, self._subject.optimizers.values()
-        accumulates = ddp is not None and bool(ddp.reducer.unreduced)
-        return bool(found) and all(isinstance(one, InBackward) for one in found) and not accumulates
+    def _is_before_end(self) -> bool:
+        """Whether all batches of an epoch are used, and what follows its loop is still to be done."""
+        return self._loader is not None and self._ends_epoch == self._loader.epoch and self._loader.is_at_end
+
+    def _keep_passing(self) -> Passing:
+        kept = {**self._transaction.keep(), "idle": self._num_idle}
+        if self._loader is not None and self._is_before_end:
+            kept["parts"]["loader"] = self._loader.end_state()
+        return kept
 
     def _commit(self, in_loop: bool) -> None:
-        version = self.step + 1
+        version = self._version + 1
         if self._member is None:
-            self.step = version
+            self._version, self._at_end, self._num_begun, self._num_ended = version, None, 0, 0
             return
-        self._note_schedule()
+        self._transaction.after_step.end()
+        self._is_uneven = self._is_uneven or self._transaction.after_step.is_needed
         if self._may_hold():
             self._keep(version, Keeping.HELD)
-        elif self._in_place.has_stepped:
+        elif self._in_place.has_stepped and not self._is_uneven:
             self._keep(version, Keeping.IN_PLACE)
             self._in_place.committed(version)
         else:
@@ -190,13 +215,17 @@ class Training:
         was_held = self._keeping is Keeping.HELD
         # A commit without a step (after an evaluation, say) leaves what was learnt as it is.
         is_one_step = self._num_ended == 1 or (self._num_ended == 0 and was_held)
-        is_whole = len(self._subject.optimizers) == 1 and not self._is_divided and self._worker.world > 1
+        is_whole = len(self._subject.optimizers) == 1 and not self._transaction.is_divided and self._worker.world > 1
+        # What is extra may be brought up to date after the step, in lines that one rank has done and another has not.
+        is_whole = is_whole and not self._subject.extra and not self._transaction.has_extra_state
         return is_one_step and is_whole and not self._is_uneven
 
     def _commit_written(self, version: int, member: Member) -> None:
         assert member.formed is not None, "it is a member of a generation"
         # In place what was learnt is on one host only: where there may be several, it is written, and mirrored.
         is_one_step = self._num_ended == 1 and not self._is_uneven and not member.formed.hosts
+        # One without a step tells nothing of how steps are made.
+        is_step, was_in_place = self._num_ended > 0, self._keeping is Keeping.IN_PLACE
         if self._keeping is Keeping.HELD:
             # All have made the step, or it is undone by those who hold the one before. Until all have written this one it
             # is held as well: some may go on before the others know.
@@ -205,25 +234,22 @@ class Training:
         self._keep(version, Keeping.WRITTEN)
         # Whoever goes on knows that all ranks have written this version: it is never undone.
         self._worker.barrier()
-        self.step, self._keeping = version, Keeping.WRITTEN
-        self._in_place.settle(member.formed.images, version, is_one_step, self._copy_before_step)
+        self._version, self._keeping = version, Keeping.WRITTEN
+        if is_step or was_in_place:
+            self._in_place.settle(member.formed.images, version, is_one_step, self._copy_before_step)
 
     def _copy_before_step(self) -> None:
         """A step cannot be made in place, on no rank: what was learnt until now is written before it is changed."""
         assert self._image is not None, "it is a member of a generation"
-        self._transaction.write(self._image, self.step, self._worker.rank, self._worker.world, self._kept)
+        self._transaction.write(self._image, self._version, self._worker.rank, self._worker.world, self._kept)
         # Not before all have: the state in place may be changed from here on.
         self._worker.barrier()
         self._keeping = Keeping.WRITTEN
 
-    @property
-    def _is_divided(self) -> bool:
-        return any(isinstance(one, (ZeroRedundancyOptimizer, InBackward)) for one in self._subject.optimizers.values())
-
     def _keep(self, version: int, how: Keeping) -> None:
         """What there is now is the state of `version`."""
         assert self._image is not None, "it is a member of a generation"
-        self._kept = self._transaction.keep()
+        self._kept, self._at_end = self._keep_passing(), None
         if how is Keeping.WRITTEN:
             self._transaction.write(self._image, version, self._worker.rank, self._worker.world, self._kept)
             self._between.pass_on(self._image)
@@ -233,14 +259,8 @@ class Training:
             self._image.clear()
             self._between.clear()
         if how is not Keeping.WRITTEN:
-            self.step, self._keeping = version, how
+            self._version, self._keeping = version, how
         self._num_begun = self._num_ended = 0
-
-    def _note_schedule(self) -> None:
-        scheduler = self._subject.parts.get("scheduler")
-        if scheduler is not None:
-            now = getattr(scheduler, "last_epoch", None)
-            self._follows_schedule, self._scheduled = now != self._scheduled, now
 
     # -- the life of a run ---------------------------------------------------------------------
 
@@ -270,6 +290,7 @@ class Training:
             self._recover(member, *lost)
 
     def _watch_loader(self) -> None:
+        self._ends_epoch = None
         if self._loader is not None:
             self._loader.after_batch = self._after_batch
 
@@ -298,8 +319,7 @@ class Training:
         # Of the first generation: everybody has made the same from the beginning.
         try:
             self._open_image(formed, member)
-            self._note_schedule()
-            self._keep(self.step, Keeping.WRITTEN)
+            self._keep(self._version, Keeping.WRITTEN)
             self._has_entered = True
             return
         except Exception as error:
@@ -345,14 +365,16 @@ class Training:
     def _go_on(self, formed: Formed, member: Member, in_loop: bool) -> None:
         """Bind everything to the new group, and set it back to the last common commit."""
         self._open_image(formed, member)
-        report = Report(self.step if self._has_entered else None, self._num_begun > 0, self._num_ended == self._num_begun)
+        at = self._version if self._has_entered else None
+        report = Report(at, self._num_begun > 0, self._num_ended == self._num_begun)
         holds = self._has_entered and self._keeping is Keeping.HELD
         # Looked at before anybody knows what the others say, and so before anybody finishes a step of another.
         in_place = self._in_place.look(formed), self._in_place.stand(formed, member.number)
-        mine = (report, holds, self._is_uneven, in_place, self._telling.was_in_step)
+        step = None if at is None else self.step
+        mine = (report, holds, self._is_uneven, in_place, self._telling.was_in_step, step)
         said = self._worker.exchange.all_objects(mine)
         self._is_uneven = any(one[2] for one in said)
-        self._telling.heard([one[0].version for one in said], [one[4] for one in said])
+        self._telling.heard([one[5] for one in said], [one[4] for one in said])
         self._transaction.give_up_pass()
         found: Found | None = said[0][3][0]
         if any(one[1] for one in said):
@@ -370,7 +392,9 @@ class Training:
         self._worker.barrier()
         self._between.taken()
         # A rank alone holds nothing that anybody else would have if it were lost.
-        self._keep(self.step, self._keeping if formed.world > 1 else Keeping.WRITTEN)
+        if formed.world == 1:
+            self._keeping = Keeping.WRITTEN
+        self._keep(self._version, self._keeping)
 
     def _apply(self, taken: Taken, formed: Formed) -> None:
         if taken.source is not None:
@@ -380,10 +404,10 @@ class Training:
         # Last: whatever is done above may draw numbers.
         self._transaction.set_random(taken.passing, taken.own, formed.rank + formed.generation * formed.world)
         self._in_place.drop()
-        self.step, self._keeping, self._has_entered = taken.version, taken.keeping, True
+        self._version, self._keeping, self._has_entered = taken.version, taken.keeping, True
+        self._num_idle = taken.passing["idle"]
         self._num_begun = self._num_ended = 0
-        self._kept = self._transaction.keep()
-        self._scheduled = getattr(self._subject.parts.get("scheduler"), "last_epoch", None)
+        self._kept, self._at_end = self._keep_passing(), None
 
     def _renew(self) -> None:
         sharded = [one for one in self._subject.optimizers.values() if isinstance(one, ZeroRedundancyOptimizer)]
@@ -411,7 +435,7 @@ class Training:
             # taken a batch already.
             if self._subject.ddp is not None:
                 self._subject.ddp.replicate_module(0)
-            mine = self._kept if self._has_entered else self._transaction.keep()
+            mine = self._kept if self._has_entered else self._keep_passing()
             passing: Passing = self._worker.exchange.all_objects(mine)[0]
             return Taken(0, Keeping.WRITTEN, None, passing, mine if self._has_entered else None)
         source = ImageSource(formed.before, formed.version)
@@ -425,10 +449,10 @@ class Training:
     def _take_placed(self, formed: Formed, found: Found, said: list[Standing]) -> Taken:
         """What every rank has in place, after the step that any of them has begun is finished for all."""
         self._in_place.finish(formed, found, said)
-        if self._has_entered and self.step < found.version:
+        if self._has_entered and self._version < found.version:
             self._complete()
             # At once: should somebody be lost before all is taken, it is not to be completed again.
-            self.step, self._num_begun, self._num_ended = found.version, 0, 0
+            self._version, self._num_begun, self._num_ended = found.version, 0, 0
         mine = self._kept if self._has_entered else None
         source, passing, first = self._in_place.take(formed, found, mine)
         self._renew()
@@ -468,7 +492,7 @@ class Training:
 
     def _complete(self) -> None:
         """The optimizer has stepped on every rank that is left; what a step does besides may not be done yet."""
-        scheduler = self._subject.parts.get("scheduler")
-        if scheduler is not None and self._follows_schedule and getattr(scheduler, "last_epoch", None) == self._scheduled:
-            scheduler.step()
-        self._kept = self._transaction.keep()
+        if self._at_end is None:
+            self._transaction.after_step.complete()
+        # What followed the loop over an epoch's batches is done again.
+        self._kept = self._at_end or self._keep_passing()

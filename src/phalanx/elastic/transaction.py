@@ -3,8 +3,9 @@
 Two parts, since one is large and the other changes by steps that fail as well:
 
     learnt    parameters, optimizer state, buffers that ranks share     written to an image, a share per rank, or all of it
-    passing   random numbers, buffers, the hook's state, scheduler,     kept by each worker for itself; one who comes takes
-              position in the data, extra                               rank 0's, and draws random numbers of its own
+    passing   random numbers, buffers, parameters that no optimizer     kept by each worker for itself; one who comes takes
+              steps, the hook's state, scheduler and options, position  rank 0's, and draws random numbers of its own
+              in the data, extra
 
 The layout of what was learnt is made once and kept for as long as the tensors stay the same ones. Must not know of groups.
 """
@@ -12,10 +13,12 @@ The layout of what was learnt is made once and kept for as long as the tensors s
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+import logging
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from ..checkpoint.apply import MODEL, OPTIMIZER, Choice, Restoration
 from ..checkpoint.capture import Subject, capture_learnt, state_of
@@ -26,9 +29,13 @@ from ..checkpoint.source import Source
 from ..checkpoint.tree import decode
 from ..comm.hooks import HookState
 from ..errors import StateError
+from ..optim.in_backward import InBackward
 from ..zero.optimizer import ZeroRedundancyOptimizer
 from ..zero.state.tree import numbers_of
 from .image import ImageSource, RankImage
+from .refusal import stateful_of
+
+logger = logging.getLogger("phalanx.elastic")
 
 Passing = dict[str, Any]
 
@@ -54,6 +61,87 @@ def _states(optimizer: Any, names: Mapping[torch.Tensor, str]) -> Iterator[tuple
 _LOADER = "loader"
 
 
+class AfterStep:
+    """What the script does between `step()` and the commit. Nobody can make up for it, but for a scheduler's step."""
+
+    def __init__(self, scheduler: Any, untrained: Sequence[torch.Tensor]) -> None:
+        self._scheduler, self._untrained = scheduler, untrained
+        self._noted: tuple[Any, list[Any]] | None = None  # when the optimizer's step had ended; None once that was judged
+        self.follows = False
+        """Whether the scheduler was stepped after the optimizer in the step before."""
+        # ReduceLROnPlateau wants a number that only the script has; of other classes it is not known what their steps want.
+        known = isinstance(scheduler, LRScheduler) and not isinstance(scheduler, ReduceLROnPlateau)
+        self._can_follow = scheduler is None or known
+        self.is_needed = scheduler is not None and not hasattr(scheduler, "last_epoch")
+        """Whether a step that was cut short there cannot be completed without the script."""
+
+    def begin(self) -> None:
+        """The optimizer's step has ended."""
+        self._noted = self._look()
+
+    def end(self) -> None:
+        """So have the lines of the script that belong to it."""
+        if self._noted is None:
+            return  # no step since, and nothing is learnt of what follows one
+        (scheduled, marks), (now, marks_now), self._noted = self._noted, self._look(), None
+        self.follows = now != scheduled
+        self.is_needed = self.is_needed or marks != marks_now or (self.follows and not self._can_follow)
+
+    def complete(self) -> None:
+        """Those lines may not have run: do what is known of them."""
+        has_moved = self._noted is not None and self._noted[0] != self._look()[0]
+        if self.follows and self._can_follow and not has_moved:
+            self._noted = self._look()
+            self._scheduler.step()
+
+    def forget(self) -> None:
+        """The step never was, or is done."""
+        self._noted = None
+
+    def _look(self) -> tuple[Any, list[Any]]:
+        return getattr(self._scheduler, "last_epoch", None), [mark_of(param) for param in self._untrained]
+
+
+def mark_of(param: torch.Tensor) -> tuple[Any, ...]:
+    """Another one when a parameter has changed."""
+    # What is done to `param.data` counts no version; such updates (of teachers) change every element. On a device the host
+    # would have to wait for the number.
+    first = param.detach().reshape(-1)[0].item() if param.numel() and param.device.type == "cpu" else None
+    return param._version, param.data_ptr(), first
+
+
+class Untrained:
+    """The parameters that no optimizer steps: mostly frozen, but a teacher may be moved in forward.
+
+    Copies are kept of those that were seen to change, and of no others: a frozen model may be all of the memory.
+    """
+
+    def __init__(self, params: Sequence[torch.Tensor]) -> None:
+        self.params = params
+        self._kept: list[tuple[tuple[Any, ...], torch.Tensor | None]] = []
+
+    def keep(self) -> list[torch.Tensor | None]:
+        """Copies by parameter; None for what has never changed."""
+        before = self._kept or [(mark_of(param), None) for param in self.params]
+        self._kept = []
+        for param, (mark, held) in zip(self.params, before, strict=True):
+            now = mark_of(param)
+            self._kept.append((now, held if now == mark else param.detach().clone()))
+        return [held for _, held in self._kept]
+
+    @torch.no_grad()
+    def give(self, kept: Sequence[torch.Tensor | None] | None) -> None:
+        """Put back what `keep` returned; None if all have been read from elsewhere already."""
+        for number, (param, (mark, held)) in enumerate(zip(self.params, self._kept, strict=False)):
+            value = None if kept is None else kept[number]
+            if value is not None:
+                param.detach().copy_(value)
+            elif kept is not None and mark_of(param) != mark:
+                logger.warning("a parameter that no optimizer steps changed for the first time in a step that is undone")
+            copied = None if held is None and value is None else param.detach().clone()
+            self._kept[number] = mark_of(param), copied
+
+
 class Transaction:
     """The state of one training run, on its way out and back."""
 
@@ -64,20 +152,44 @@ class Transaction:
         self._place = (0, 1)
         # Counts of steps and the like: tensors whose values are in the texts, with where they are there.
         self._numbers: list[tuple[dict[str, Any], torch.Tensor]] = []
+        groups = (group for one in self._members() for group in one.param_groups)
+        stepped = {id(param) for group in groups for param in group["params"]}
+        self._untrained = Untrained([param for param in subject.param_names() if id(param) not in stepped])
+        self.after_step = AfterStep(subject.parts.get("scheduler"), self._untrained.params)
+        modules = () if subject.model is None else subject.model.modules()
+        self.has_extra_state = any(type(one).get_extra_state is not torch.nn.Module.get_extra_state for one in modules)
+        """Whether modules have states that are no tensors (`get_extra_state`), which nobody sees change."""
+
+    def _members(self) -> Iterator[torch.optim.Optimizer]:
+        for optimizer in self.subject.optimizers.values():
+            yield from members(optimizer)
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether no rank has the whole state of the optimizers, or at all times."""
+        return any(isinstance(one, (ZeroRedundancyOptimizer, InBackward)) for one in self.subject.optimizers.values())
+
+    @property
+    def has_stepped_in_backward(self) -> bool:
+        """Whether the optimizers step in backward, and the one of this batch was no mere part of a sum."""
+        ddp, found = self.subject.ddp, self.subject.optimizers.values()
+        accumulates = ddp is not None and bool(ddp.reducer.unreduced)
+        return bool(found) and all(isinstance(one, InBackward) for one in found) and not accumulates
 
     # -- what was learnt -----------------------------------------------------------------------
 
     def write(self, image: RankImage, version: int, rank: int, world: int, passing: Passing) -> None:
         """Write this rank's share of what was learnt; all of it if `world` is 1."""
         pieces, layout, texts = self._describe(rank, world)
-        image.write(version, pieces, layout, self._with_options(texts), passing)
+        # What no optimizer steps is among the pieces already.
+        image.write(version, pieces, layout, self._with_options(texts), {**passing, "untrained": None})
 
     def _describe(self, rank: int, world: int) -> tuple[list[Piece], Layout, dict[str, Any]]:
         seen = list(self._dependencies())
         same = self._place == (rank, world) and len(seen) == len(self._seen)
         # Tensors by what they are, the rest by value: a number among the states (a count of steps) is in the texts.
         same = same and all(a is b or (not isinstance(a, torch.Tensor) and a == b) for a, b in zip(seen, self._seen))  # noqa: B905
-        if self._described is None or not same:
+        if self._described is None or not same or self.has_extra_state:
             found, _ = capture_learnt(self.subject, rank)
             pieces = found.mine(rank, world)
             self._described = pieces, lay_out(pieces), found.texts
@@ -162,14 +274,17 @@ class Transaction:
         return {
             "random": capture_randomness(),
             "buffers": [] if subject.model is None else [buffer.detach().clone() for buffer in subject.model.buffers()],
-            "hook": None if hook is None else hook.state_dict(),
+            "untrained": self._untrained.keep(),
+            "hook": None if hook is None else _copy_of_hook(hook),
+            "options": [_options(group) for one in self._members() for group in one.param_groups],
+            "follows": self.after_step.follows,
             "parts": {name: copy.deepcopy(part.state_dict()) for name, part in subject.parts.items()},
             "extra": {name: copy.deepcopy(state_of(value)) for name, value in subject.extra.items()},
         }
 
     def give_up_pass(self) -> None:
         """A pass that failed may have left a hook in the midst of a bucket."""
-        if self._hook_state is not None:
+        if isinstance(self._hook_state, HookState):
             self._hook_state.give_up_step()
 
     def give(self, passing: Passing, own: Passing | None) -> None:
@@ -184,16 +299,35 @@ class Transaction:
         for name, target in subject.extra.items():
             if hasattr(target, "load_state_dict"):
                 target.load_state_dict(copy.deepcopy(passing["extra"][name]))
+                if isinstance(target, torch.amp.GradScaler):
+                    # No public name for it, and no part of its state: that gradients have been unscaled. A scaler that was
+                    # left inside of step() would take the next ones for unscaled, or refuse to unscale them.
+                    target._per_optimizer_states.clear()
             else:
                 set_generator_state(target, passing["extra"][name])
         if own is not None:
             if subject.model is not None:
                 for buffer, value in zip(subject.model.buffers(), own["buffers"], strict=True):
                     buffer.detach().copy_(value)
+        self._untrained.give(None if own is None else own["untrained"])
+        self._give_options(passing["options"])
+        self.after_step.forget()
+        self.after_step.follows = passing["follows"]
         hook = passing["hook"] if own is None else own["hook"]
         if self._hook_state is not None and hook is not None:
-            # Residuals are what a rank still owes to the sum: one who has just come owes nothing.
-            self._hook_state.load_state_dict(hook if own is not None else {**hook, "residuals": {}})
+            if own is None and isinstance(self._hook_state, HookState):
+                hook = {**hook, "residuals": {}}  # what a rank still owes to the sum: one who has just come owes nothing
+            self._hook_state.load_state_dict(hook if isinstance(self._hook_state, HookState) else copy.deepcopy(hook))
+
+    def _give_options(self, kept: Sequence[Mapping[str, Any]]) -> None:
+        """A scheduler that goes back does not take learning rates back with it."""
+        groups = [group for one in self._members() for group in one.param_groups]
+        for group, options in zip(groups, kept, strict=True):
+            for key, value in options.items():
+                if isinstance(value, torch.Tensor) and isinstance(group.get(key), torch.Tensor):
+                    group[key].copy_(value)
+                else:
+                    group[key] = copy.deepcopy(value)
 
     def set_random(self, passing: Passing, own: Passing | None, salt: int) -> None:
         """Random numbers as `own` had them; for one who has just come, others than anybody else's."""
@@ -203,7 +337,14 @@ class Transaction:
             seed_like(passing["random"], salt)
 
     @property
-    def _hook_state(self) -> HookState | None:
-        ddp = self.subject.ddp
-        state = None if ddp is None or ddp._hook is None else ddp._hook[0]
-        return state if isinstance(state, HookState) else None
+    def _hook_state(self) -> Any:
+        return stateful_of(self.subject)
+
+
+def _copy_of_hook(hook: Any) -> Any:
+    # Ours are copies already.
+    return hook.state_dict() if isinstance(hook, HookState) else copy.deepcopy(hook.state_dict())
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: copy.deepcopy(value) for key, value in group.items() if key not in ("params", "param_names")}

@@ -234,7 +234,7 @@ class Coordinator:
             if message.get("timeout_s"):
                 self._silence.lower_limit(message["timeout_s"])
             # A member that comes after its generation was replaced has been given up; `Membership` says so.
-            self._do(current.arrived(worker, now, message.get("silent", ())))
+            self._do(current.arrived(worker, now, self._may_be_fenced(message.get("silent", ()))))
         elif kind == "committed":
             self._has_committed = True
             self._do(current.committed(now))
@@ -253,6 +253,12 @@ class Coordinator:
             self._note(message.get("what", ""), worker, **facts)
             if message.get("what") == "formed":
                 self._forget_told(facts["generation"])
+
+    def _may_be_fenced(self, silent: Sequence[int]) -> list[int]:
+        """Of members that another one has waited for in vain, those that can be ended for certain. One elsewhere may be
+        behind a network that is gone: a shorter time limit than the hosts' own says nothing of it."""
+        limit_s = self._silence.limit_s
+        return [one for one in silent if one not in self._pages or limit_s >= self._pages[one].least_s]
 
     def _lost_state(self, absent: Collection[int], now: float) -> None:
         """No member has it, nor a mirror. `absent`: the hosts without a member that were of the generations before."""

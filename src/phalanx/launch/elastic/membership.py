@@ -63,7 +63,8 @@ class Limits:
     """A worker that gives no sign of life for so long is given up; sooner if its own time limit (`init`) is shorter."""
     fruitless: int = 3
     """So many generations in a row without a committed step end the run: the fault is the program's, not a worker's. After
-    so many workers in a row that end before they come to the meeting, no more are started."""
+    so many workers in a row that end before they come to the meeting, or that come to others who train and are lost before
+    they have completed a step with them, no more are started."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.fewest <= self.wanted <= self.most:
@@ -88,6 +89,9 @@ class Membership:
     asked: int = 0
     """Workers asked for that have not been started yet."""
     _stillborn: int = 0  # in a row, workers that ended before they came to the meeting
+    _lost_new: int = 0  # in a row, workers that came to others who trained and were lost before a step with them
+    _proven: set[int] = field(default_factory=set)  # who has been a member when a step was completed
+    _crashed: int | None = None  # a member that ended badly after another had finished, so that nobody replaces it
     _is_broken: bool = False  # whether the members know that their generation is over
     # The host on which each worker was started; and those that must have a worker in the next generation, since their
     # launchers keep a part of the state that nobody else has.
@@ -148,6 +152,9 @@ class Membership:
             return self._settle(now)  # by our own hand
         before, was_member = self.workers[worker], worker in self.members
         self._stillborn += before is WorkerState.STARTING
+        if not well:
+            self._lose(worker)
+            self._crashed = worker if was_member and self.state is RunState.ENDING else self._crashed
         self.workers[worker] = WorkerState.LEFT if well else WorkerState.DEAD
         if well and was_member and before is WorkerState.TRAINING and self.state is not RunState.OVER:
             # It has come to the end of the program, as the others will. One at the meeting has not: it was told to end.
@@ -218,6 +225,9 @@ class Membership:
     def committed(self, now: float) -> list[Action]:
         """The generation has completed a step."""
         self._fruitless = 0
+        if self._proven and not self._proven >= set(self.members):
+            self._lost_new = 0
+        self._proven.update(self.members)
         self._woken.clear()
         return []
 
@@ -241,10 +251,9 @@ class Membership:
         """Time has passed."""
         actions: list[Action] = []
         if self._late_at is not None and now >= self._late_at:
-            self._late_at = None  # set again below if those who train are still all in the midst of a step
-            if self._waiting():
-                for worker in self._training():
-                    actions += self._kill(worker, f"it did not come to the meeting within {self.limits.meeting_s:.0f} s")
+            self._late_at = None
+            for worker in self._training():
+                actions += self._kill(worker, f"it did not come to the meeting within {self.limits.meeting_s:.0f} s")
         if self._start_at is not None and now >= self._start_at:
             there = len(self._waiting())
             if there < self.limits.fewest:
@@ -281,7 +290,13 @@ class Membership:
         place = {worker: number for number, worker in enumerate(self.members)}
         return sorted(waiting, key=lambda worker: (place.get(worker, len(place)), worker))
 
+    def _lose(self, worker: int) -> None:
+        """It dies. The others' steps do not show that its successor would live any longer."""
+        if self._proven and worker in self.members and worker not in self._proven:
+            self._lost_new += 1
+
     def _kill(self, worker: int, why: str) -> list[Action]:
+        self._lose(worker)
         self.workers[worker] = WorkerState.DEAD
         return [Kill(worker, why), *self._break(worker)]
 
@@ -301,11 +316,13 @@ class Membership:
         if self.state in (RunState.ENDING, RunState.OVER):
             return []
         staying = self._staying()
-        if self._stillborn >= self.limits.fruitless:
+        lost = max(self._stillborn, self._lost_new)
+        if lost >= self.limits.fruitless:
             # Another one would end in the same way. Those who train go on without.
             if len(staying) + self.asked >= self.limits.fewest:
                 return []
-            return self._give_up(f"{self._stillborn} workers in a row ended before they came to train: see what they said")
+            when = "they came to train" if self._stillborn >= self._lost_new else "they had made a step with the others"
+            return self._give_up(f"{lost} workers in a row ended before {when}: see what they said")
         missing = self.wanted - len(staying) - self.asked
         if missing <= 0:
             return []
@@ -334,8 +351,8 @@ class Membership:
     def _set_deadlines(self, now: float) -> None:
         """Whoever is waited for is waited for so long, from when the waiting began."""
         gathering, late = self.state is RunState.GATHERING, bool(self._training())
-        # At the end some may train for as long as they like, for whom nobody waits: they save, or evaluate.
-        if late and (gathering or (self.state is RunState.ENDING and self._waiting())):
+        # While nobody is there nobody is late: all may be in the midst of a long step, and at the end some save or evaluate.
+        if late and self._waiting() and self.state in (RunState.GATHERING, RunState.ENDING):
             self._late_at = now + self.limits.meeting_s if self._late_at is None else self._late_at
         else:
             self._late_at = None
@@ -389,6 +406,7 @@ class Membership:
         for worker in members:
             self.workers[worker] = WorkerState.TRAINING
         self.state, self._is_paused, self._is_broken = RunState.RUNNING, False, False
+        self._crashed = None  # those who are left do what is left
         self._woken.clear()
         self._needed.clear()
         self._fruitless += 1  # until it has shown that it can make a step
@@ -402,6 +420,9 @@ class Membership:
             if worker not in there and self.workers[worker] is not WorkerState.TRAINING:
                 # A newcomer would have nothing to do.
                 actions += self._kill(worker, "the training has ended")
+        if not there and self._crashed is not None:
+            words = f"worker {self._crashed} ended badly when others had finished, and nobody does what it had still to do"
+            return actions + self._give_up(words)
         if not there:
             self.state = RunState.OVER
             return actions

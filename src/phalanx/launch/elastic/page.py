@@ -26,6 +26,8 @@ _BEAT_S = 0.1
 class Page:
     """One worker's page, as either side sees it. Closed by whoever made it."""
 
+    least_s = 0.0  # a process of this host can be ended for certain at any moment
+
     def __init__(self, descriptor: int) -> None:
         """Takes the descriptor over."""
         self._descriptor = descriptor

@@ -28,6 +28,11 @@ class Signs(Protocol):
     @property
     def ticks(self) -> int: ...
 
+    @property
+    def least_s(self) -> float:
+        """It is not taken for silent before so long, whatever the time limit."""
+        ...
+
 
 @dataclass
 class _Sign:
@@ -70,7 +75,7 @@ class Silence:
                 sign.ticks = ticks
             elif sign.ticks != ticks:
                 sign.ticks, sign.at = ticks, self._clock
-            elif self._clock - sign.at >= self.limit_s:
+            elif self._clock - sign.at >= max(self.limit_s, page.least_s):
                 silent.append(worker)
                 sign.at = self._clock
         return silent

@@ -17,7 +17,7 @@ from typing import Any
 
 from phalanx.comm.failure.waiting import Notice, Waiting
 from phalanx.errors import CommunicationError
-from phalanx.launch.elastic.hosts.there import There
+from phalanx.launch.elastic.hosts.there import LOST_S, There
 from phalanx.launch.hosts.channel import Channel, ChannelError
 from phalanx.launch.hosts.company import BEAT_S, SILENCE_S
 from phalanx.launch.hosts.door import Door
@@ -25,9 +25,6 @@ from phalanx.launch.hosts.head import nodes
 from phalanx.launch.hosts.meeting import Invitation, WorkerStore
 from phalanx.launch.start.starter import signals_blocked
 
-# Longer than an agent waits for the first host (SILENCE_S): by the time that a host counts as lost, its agent has ended its
-# workers, so that they can touch nothing any more that is shared by other means, such as a folder of checkpoints.
-LOST_S = SILENCE_S + 4 * BEAT_S
 _ENDING_S = 2.0
 FIRST = 0
 

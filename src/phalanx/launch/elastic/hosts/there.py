@@ -25,7 +25,11 @@ from __future__ import annotations
 from typing import Any
 
 from phalanx.launch.hosts.channel import Channel, ChannelError
+from phalanx.launch.hosts.company import BEAT_S, SILENCE_S
 
+# Longer than an agent waits for the first host (SILENCE_S): by the time that a host counts as lost, its agent has ended its
+# workers, so that they can touch nothing any more that is shared by other means, such as a folder of checkpoints.
+LOST_S = SILENCE_S + 4 * BEAT_S
 _SEND_S = 1.0  # to a host that takes nothing for so long nobody talks any more
 
 
@@ -90,6 +94,9 @@ class FarLine:
 
 class FarPage:
     """The page of a worker on another host, as its agent tells of it; see `page.Page`."""
+
+    # Its silence may be that of the network, over which nobody can end it for certain: not before its own host has.
+    least_s = LOST_S
 
     def __init__(self, there: There, worker: int) -> None:
         self._there, self._worker = there, worker
