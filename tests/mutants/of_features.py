@@ -43,7 +43,7 @@ MUTATIONS = (
     Mutation(
         name="precision: what forward did to a buffer is lost",
         file=PRECISION,
-        old="                full.copy_(buffer)  # what the module did to its buffer is kept\n",
+        old="                full.copy_(changed)\n",
         new="                pass\n",
         words="mixed",
         tests="tests/ddp/test_precision.py",

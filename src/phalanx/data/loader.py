@@ -170,6 +170,10 @@ class Loader:
             self._go_to(epoch + 1)
             self._loop = _Loop.NONE
 
+    def stay(self) -> None:
+        """The loop was left by an error that the run goes on from: where it stood is where the run is."""
+        self._loop = _Loop.NONE
+
     def end_state(self) -> dict[str, Any]:
         """As `state_dict`, for a program that has still to do what follows the loop over the epoch's batches: who goes on
         from there loops over no batch, and does that."""

@@ -286,6 +286,8 @@ class Training:
                 if self._loader is not None:
                     self._loader.after_batch = None
             self._telling.breaks()
+            if self._loader is not None:
+                self._loader.stay()
             # Outside of the handler: what the exception holds (graphs, the loop's iterator) is let go first.
             self._recover(member, *lost)
 

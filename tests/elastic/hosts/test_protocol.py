@@ -351,8 +351,10 @@ def test_what_cannot_go_on_between_hosts_is_refused_at_the_start() -> None:
 
 def test_an_agent_that_is_refused_says_why(first: First) -> None:
     channels = [first.join()[0] for _ in range(2)]
-    agent = Agent(FakeHere(), Apart("run", 2), first.invitation, lambda line: None, 1.0)  # type: ignore[arg-type]
+    rendezvous = Apart("run", 2)
+    agent = Agent(FakeHere(), rendezvous, first.invitation, lambda line: None, 1.0)  # type: ignore[arg-type]
     with pytest.raises(CommunicationError, match=r"refused .*3 hosts are here already"):
         agent.run()
+    rendezvous.close()
     for channel in channels:
         channel.close()
