@@ -355,6 +355,6 @@ def test_an_agent_that_is_refused_says_why(first: First) -> None:
     agent = Agent(FakeHere(), rendezvous, first.invitation, lambda line: None, 1.0)  # type: ignore[arg-type]
     with pytest.raises(CommunicationError, match=r"refused .*3 hosts are here already"):
         agent.run()
-    rendezvous.close()
+    rendezvous.leave("")
     for channel in channels:
         channel.close()
