@@ -31,6 +31,7 @@ HELD = {
     "no fault": Case(Plan()),
     "rank 0 in backward": Case(Plan(faults=_one("backward", 0))),
     "after the step": Case(Plan(faults=_one("stepped", 1))),
+    "buffers": Case(Plan(model="norm", faults=_one("backward", 0, 3))),
     "mixed precision": Case(Plan(model="low", faults=_one("forward", 1, 3))),
     "int8": Case(Plan(model="hook:int8", faults=_one("backward", 1, 3))),
     "after an epoch's loop": Case(Plan(faults=_one("epoch", 1))),
@@ -41,6 +42,8 @@ HELD = {
     "all stop": Case(Plan(timeout_s=1.5), outside=(("SIGSTOP all", 0.02, 0),)),
 }
 WRITTEN = {
+    "zero, without a loader": Case(Plan(optimizer="zero", has_loader=False, faults=_one("write>", 1, 5))),
+    "overlapped, before it has written": Case(Plan(optimizer="overlap", faults=_one("write<", 1, 5))),
     "overlapped": Case(Plan(optimizer="overlap", faults=_one("backward", 0))),
     "stage 2": Case(Plan(optimizer="stage2", faults=_one("write>", 0))),
     "a plain optimizer with something extra": Case(Plan(has_loader=False, faults=_one("stepped", 0, 3))),
@@ -61,16 +64,13 @@ IN_PLACE = {
 }
 # The same in other places and with other options.
 MORE = {
-    "buffers": Case(Plan(model="norm", faults=_one("backward", 0, 3))),
     "powersgd": Case(Plan(model="hook:powersgd", faults=_one("forward", 1, 3))),
     "accumulation": Case(Plan(accumulate=2, faults=_one("backward", 1, 3))),
     "without a loader": Case(Plan(has_loader=False, has_extra=False, faults=_one("stepped", 0, 3))),
     "before the first step": Case(Plan(faults=_one("ready", 1, 0))),
     "one stops when the others have finished": Case(Plan(timeout_s=1.5, faults=_one("over", 1, 0, "stop"))),
-    "zero, without a loader": Case(Plan(optimizer="zero", has_loader=False, faults=_one("write>", 1, 5))),
     "stepped by step()": Case(Plan(optimizer="late", faults=_one("backward", 2))),
     "raise": Case(Plan(optimizer="zero", faults=_one("forward", 1, 4, "raise"))),
-    "overlapped, before it has written": Case(Plan(optimizer="overlap", faults=_one("write<", 1, 5))),
     "thirty generations": Case(
         Plan(has_loader=False, generations=30, pause_s=0.01),
         most=3,

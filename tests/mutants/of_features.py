@@ -121,14 +121,6 @@ MUTATIONS = (
         tests="tests/comm/test_sparse.py",
     ),
     Mutation(
-        name="half: gradients are added up in 16 bits before they are divided",
-        file=HALF,
-        old="    narrow = wide.mul(1.0 / collectives.world).to(dtype)\n    work = collectives.all_reduce(narrow)\n",
-        new="    narrow = wide.to(dtype)\n    work = collectives.all_reduce(narrow, 1.0 / collectives.world)\n",
-        tests="tests/comm/hooks/test_average.py",
-        words="hook",
-    ),
-    Mutation(
         name="int8: what was sent stays in the residual",
         file=INT8,
         old="        blocks.addcmul_(rounded, scale, value=-1.0)\n",

@@ -50,7 +50,7 @@ MUTATIONS = (
         old="            self.state = Engagement.TORN\n        elif self.gradient_shards",
         new="            self.state = Engagement.READY\n        elif self.gradient_shards",
         words="Fail",
-        tests="tests/zero/test_overlap.py",
+        tests="tests/zero/test_failed_backward.py",
     ),
     Mutation(
         name="gradient shards: the mean of the backward before is not added",
@@ -76,13 +76,6 @@ MUTATIONS = (
         words="zeros overlapped",
     ),
     Mutation(
-        name="gradient shards: a zeroed gradient that nobody uses keeps what its memory holds",
-        file=GRADIENTS,
-        old="                elif has_carried and not used and not again:\n                    gradient.zero_()\n",
-        new="",
-        words="zeros unused overlapped_later",
-    ),
-    Mutation(
         name="gradient shards: means set aside for a new partition are not taken back",
         file=GRADIENTS,
         old="                    gradient.copy_(mine.pop(_SET_ASIDE))\n",
@@ -104,13 +97,6 @@ MUTATIONS = (
         old="            return self._kept_apart[bucket.index], self.collectives.rank * size - UNIT\n",
         new="            return self._kept_apart[bucket.index], self.collectives.rank * size\n",
         words="overlapped_later stage=2",
-    ),
-    Mutation(
-        name="scatter: buckets share one memory fewer than may be under way",
-        file=SCATTER,
-        old="            count = min(LAGS[2] + 1, len(alike))\n",
-        new="            count = min(LAGS[2], len(alike))\n",
-        words="overlapped stage=2",
     ),
     Mutation(
         name="scatter: weights correct the bucket, not the slice kept apart",

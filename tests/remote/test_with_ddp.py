@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.autograd as dist_autograd
@@ -41,14 +42,17 @@ def rows_of(trainer: int, step: int) -> Tensor:
     return torch.randint(0, 8, (5,), generator=torch.Generator().manual_seed(10 * step + trainer))
 
 
-def train(rank: int, world: int) -> tuple[list[Tensor], list[Tensor]] | None:
+def train(rank: int, world: int, views: bool) -> tuple[list[Tensor], list[Tensor]] | None:
     """Trainers 0 and 1 with their own embedding tables each, so that the arithmetic has one order."""
     trainers = dist.new_group(list(range(NUM_TRAINERS)))
     with remote.init(f"worker{rank}"):
         if rank >= NUM_TRAINERS:
             return None
         tables = [rpc.remote(f"worker{NUM_TRAINERS + which}", Table, args=(10 * rank + which,)) for which in (0, 1)]
-        model = phalanx.DistributedDataParallel(dense(), process_group=trainers)
+        model = phalanx.DistributedDataParallel(dense(), process_group=trainers, gradient_as_bucket_view=views)
+        if views:
+            model(torch.ones(1, 8)).sum().backward()  # of the user's own, in memory that every reduction uses
+        held = [None if param.grad is None else param.grad.clone() for param in model.parameters()]
         params = [*(table.remote().param() for table in tables), *map(rpc.RRef, model.parameters())]
         optimizer = remote.DistributedOptimizer(optim.Adam, params, lr=0.05)
         for step in range(NUM_STEPS):
@@ -59,7 +63,8 @@ def train(rank: int, world: int) -> tuple[list[Tensor], list[Tensor]] | None:
                 dist_autograd.backward(context_id, [loss])
                 timings = optimizer.step(context_id)
             assert sum(timing.num_updated for timing in timings.values()) == 6
-        assert all(param.grad is None for param in model.parameters())
+        for param, grad in zip(model.parameters(), held, strict=True):
+            assert param.grad is None if grad is None else torch.equal(param.grad, grad)  # type: ignore[arg-type]
         values = [param.detach().clone() for param in model.parameters()]
         return values, [table.rpc_sync().get() for table in tables]
 
@@ -85,8 +90,9 @@ def train_here() -> tuple[list[Tensor], list[list[Tensor]]]:
     return [param.detach() for param in model.parameters()], [[table.get() for table in own] for own in tables]
 
 
-def test_ddp_and_remote_embeddings_are_trained_by_one_optimizer() -> None:
-    values = checked(spawn_ranks(NUM_TRAINERS + 2, train))
+@pytest.mark.parametrize("views", [False, True], ids=["copies", "views"])
+def test_ddp_and_remote_embeddings_are_trained_by_one_optimizer(views: bool) -> None:
+    values = checked(spawn_ranks(NUM_TRAINERS + 2, train, views))
     expected_dense, expected_tables = train_here()
     for rank in range(NUM_TRAINERS):
         model, tables = values[rank]

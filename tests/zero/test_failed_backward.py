@@ -210,3 +210,22 @@ def test_ranks_that_raised_in_different_places_can_do_something_else_together(
     options: dict[str, Any], width: int, backend: str
 ) -> None:
     run_ranks(2, gather_after_failure, width, options, backend=backend)
+
+
+def fail_amid_updates(rank: int, world: int, width: int) -> None:
+    """Buckets were stepped before the backward raised: whoever would keep the parameters is told."""
+    model, _, wrapped, optimizer = made(width)
+    for step in range(2):
+        optimizer.zero_grad()
+        loss_of(wrapped, step, rank, width).backward()
+    assert not optimizer.is_torn
+    optimizer.zero_grad()
+    model.breaks_at = 1
+    with pytest.raises(BrokenLayer):
+        loss_of(wrapped, 2, rank, width).backward()
+    assert optimizer.is_torn
+
+
+@everywhere
+def test_an_optimizer_knows_that_a_backward_raised_amid_its_updates(backend: str) -> None:
+    run_ranks(2, fail_amid_updates, 16, backend=backend)

@@ -42,6 +42,9 @@ def train(rank: int, world: int, kind: str, options: dict[str, Any], initial: bo
                 continue
             wrapped(x).square().mean().backward()
             one.step()
+    if kind == "alone" and rank == 0:
+        # Who has joined is given means for the others' steps only: a loop that follows would add to them.
+        assert all(param.grad is None for param in model.parameters())
     return [param.detach().clone() for param in model.parameters()]
 
 
@@ -206,3 +209,23 @@ def disagree(rank: int, world: int) -> str:
 def test_ranks_that_train_must_still_have_the_same_options(backend: str) -> None:
     for said in run_ranks(3, disagree, backend=backend):
         assert "lr of group 0" in said and "0.02" in said, said
+
+
+def join_alone(rank: int, world: int) -> list[torch.Tensor]:
+    """Without a wrapper nobody gives a joined rank gradients; the others step, and gather with it, all the same."""
+    model = build()
+    optimizer = phalanx.ZeroRedundancyOptimizer(model.parameters(), optim.SGD, lr=0.1)
+    with Join([optimizer]):
+        for step in range(2 + 2 * rank):
+            torch.manual_seed(step)
+            for param in model.parameters():
+                param.grad = torch.randn_like(param)
+            optimizer.step()
+            optimizer.zero_grad()
+    return [param.detach().clone() for param in model.parameters()]
+
+
+@pytest.mark.parametrize("backend", ["gloo", "phalanx"])
+def test_a_joined_rank_without_gradients_still_gathers_with_the_others(backend: str) -> None:
+    first, second = run_ranks(2, join_alone, backend=backend)
+    assert all(map(torch.equal, first, second))

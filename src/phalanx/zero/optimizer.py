@@ -183,8 +183,9 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         # torch.distributed.checkpoint makes a step on zeros where it finds no state, and does not find what lies elsewhere.
         if self._has_state and asked_by_checkpoint() is not None:
             return None
-        # First of all: it is a collective, which tells ranks that have joined to follow this step.
-        Join.notify_join_context(self)
+        # First of all: it is a collective, which tells ranks that have joined to follow this step. They have been told.
+        if not self._is_shadowing:
+            Join.notify_join_context(self)
         if self._overlap is not None and self._overlap.in_backward:
             return self._confirm_update(self._overlap, closure, kwargs)
         with torch.autograd.profiler.record_function("Optimizer.step#ZeroRedundancyOptimizer.step"):

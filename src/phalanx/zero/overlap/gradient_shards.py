@@ -105,8 +105,6 @@ class GradientShards:
             for k, (live, gradient) in enumerate(self._slices.get(number, ())):
                 if carried is not None:
                     gradient.add_(carried[k]) if used else gradient.copy_(carried[k])
-                elif has_carried and not used and not again:
-                    gradient.zero_()
                 live.tensor.grad = gradient if given[place] else None
             marker = self._markers[number]
             # Of a marker that the user has replaced by None, what had been added to it belongs to nobody.
