@@ -22,10 +22,11 @@ MUTATIONS = (
         tests="tests/comm/failure/test_processes.py",
     ),
     Mutation(
-        name="worker: a rank that parts leaves its connections open",
+        name="worker: a rank that parts tells nobody, by its word or by its connections",
         file="src/phalanx/launch/worker.py",
         old="            gloo_threads.cut()\n",
         new="",
+        also=(("            _say_that_it_leaves()\n", ""),),
         tests="tests/elastic/test_group.py",
     ),
     Mutation(
