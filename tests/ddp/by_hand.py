@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -30,6 +31,22 @@ class Net(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.b(torch.tanh(self.a(x)))
+
+
+class BrokenLayer(ArithmeticError):
+    """What the tests raise in backward."""
+
+
+class Breaks(torch.autograd.Function):
+    """Raises when backward comes to it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        raise BrokenLayer("on purpose")
 
 
 def inputs(step: int, rank: int, width: int) -> torch.Tensor:

@@ -15,25 +15,22 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import powerSGD_h
 import phalanx
 from phalanx.comm.hooks import Int8State, PowerSGDState, TopKState, allreduce_hook, int8_hook, powerSGD_hook, topk_hook
 from tests.cluster import run_ranks
-from tests.ddp.by_hand import SMALL, alike, assert_mean, everywhere, inputs, mean_by_hand, unwrapped, widths
+from tests.ddp.by_hand import (
+    SMALL,
+    Breaks,
+    BrokenLayer,
+    alike,
+    assert_mean,
+    everywhere,
+    inputs,
+    mean_by_hand,
+    unwrapped,
+    widths,
+)
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.covering(2)]
 
 DEPTH = 5
-
-
-class BrokenLayer(ArithmeticError):
-    """What the tests raise in backward."""
-
-
-class _Breaks(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
-        raise BrokenLayer("on purpose")
 
 
 class Deep(nn.Module):
@@ -52,7 +49,7 @@ class Deep(nn.Module):
             if self.words is not None and number in (0, DEPTH - 1):
                 x = x + self.words(torch.arange(4) + number)
             if number == self.breaks_at:
-                x = _Breaks.apply(x)
+                x = Breaks.apply(x)
         return x
 
 

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import phalanx
 from phalanx.optim import apply_in_backward
 from tests.cluster import ClusterFailure, run_ranks
-from tests.ddp.by_hand import assert_mean, everywhere, inputs, mean_by_hand, unwrapped, widths
+from tests.ddp.by_hand import Breaks, assert_mean, everywhere, inputs, mean_by_hand, unwrapped, widths
 from tests.ddp.zoo import batch, make
 
 
@@ -79,16 +79,6 @@ def test_it_works_without_a_wrapper_too(max_norm: float | None) -> None:
     assert len(handle.param_groups) == len(list(model.parameters()))
 
 
-class _Breaks(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
-        raise ArithmeticError("on purpose")
-
-
 class Segments(nn.Module):
     """Layers in segments that reentrant checkpointing computes again, or not."""
 
@@ -104,7 +94,7 @@ class Segments(nn.Module):
             # Without a node between two segments, and with one.
             x = checkpoint(layer, x, use_reentrant=True) if self.checkpointed else layer(x)
             x = torch.tanh(x) if number == 1 else x
-            x = _Breaks.apply(x) if number == self.breaks_before else x
+            x = Breaks.apply(x) if number == self.breaks_before else x
         return x
 
 

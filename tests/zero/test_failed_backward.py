@@ -12,25 +12,11 @@ import phalanx
 from phalanx.data.values import Exchange
 from phalanx.errors import ReductionError
 from tests.cluster import run_ranks
-from tests.ddp.by_hand import alike, everywhere, inputs, mean_by_hand, widths
+from tests.ddp.by_hand import Breaks, BrokenLayer, alike, everywhere, inputs, mean_by_hand, widths
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.covering(1)]
 
 DEPTH = 4
-
-
-class BrokenLayer(ArithmeticError):
-    """What the tests raise."""
-
-
-class _Breaks(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
-        raise BrokenLayer("on purpose")
 
 
 class Deep(nn.Module):
@@ -46,7 +32,7 @@ class Deep(nn.Module):
         for number, layer in enumerate(self.layers):
             x = torch.tanh(layer(x))
             if number + 1 == self.breaks_at:
-                x = _Breaks.apply(x)
+                x = Breaks.apply(x)
         return x
 
 
