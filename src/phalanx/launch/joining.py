@@ -7,7 +7,6 @@ group is there is named by everybody who waits for it, as far as this host can s
 from __future__ import annotations
 
 import os
-from collections import Counter
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -18,9 +17,7 @@ from phalanx.errors import CommunicationError, PeerFailure
 from phalanx.launch.elastic.group import interruptible
 from phalanx.launch.environment import Environment
 from phalanx.launch.records.ends import ends_known_to
-from phalanx.launch.variables import RUN_STORE
-
-_joined: Counter[tuple[str | None, int | None]] = Counter()
+from phalanx.launch.variables import AGENT_PID, RUN_STORE
 
 
 def join(environment: Environment, backend: str, timeout: timedelta | None, on_cpu: bool) -> None:
@@ -69,10 +66,12 @@ def _open(environment: Environment, limit: timedelta, serves: bool) -> dist.Stor
     store = dist.TCPStore(
         host, port, None, is_master=serves, timeout=limit, wait_for_workers=False, multi_tenant=serves
     )
-    # Worlds that follow each other in one store must not read each other's keys. Every rank joins equally often. Launchers
-    # have a new store for each start of the workers; how often they were started differs between hosts.
-    _joined[host, port] += 1
-    return dist.PrefixStore(f"phalanx/world/{_joined[host, port]}", store)
+    # Worlds that follow each other in one store must not read each other's keys. Every rank joins equally often, counted in
+    # the store: another one at the same port, in the life of this process, begins anew. Our launcher has a new store for
+    # each start of the workers, and counts starts per host; torchrun keeps its store, and workers may die before they join.
+    start = "0" if AGENT_PID in os.environ else os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    number = store.add(f"phalanx/joined/{start}/{environment.rank}", 1)
+    return dist.PrefixStore(f"phalanx/world/{start}/{number}", store)
 
 
 def _explained(environment: Environment, arrivals: Arrivals, error: RuntimeError) -> RuntimeError:
