@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
+from phalanx.launch.environment import Environment
+from phalanx.launch.joining import _open
 from phalanx.launch.records.ends import EndsFile, ends_known_to
+from phalanx.launch.variables import RUN_STORE
 from tests.cluster.command import Command
 from tests.launch.test_worker import free_port
 
@@ -104,3 +109,23 @@ def test_a_rank_that_dies_while_the_group_is_made_is_named_without_a_launcher(ba
     assert [rank.returncode for rank in ranks] == [1, -signal.SIGKILL, 1], "the fault fired"
     for rank in (0, 2):
         assert told(outputs[rank]) and told(outputs[rank])[0].startswith(f"TOLD {rank} (1,)"), outputs[rank]
+
+
+def test_worlds_are_counted_in_their_store_and_not_in_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that has been in another world at the same port meets ranks that have not."""
+    for name in ("TORCHELASTIC_RESTART_COUNT", "PHALANX_AGENT_PID", RUN_STORE):
+        monkeypatch.delenv(name, raising=False)
+    port, limit = free_port(), timedelta(seconds=10)
+    first, second = (Environment("test", rank, 2, rank, 2, "127.0.0.1", port) for rank in range(2))
+    for _ in range(2):
+        # Stores, one after the other, at one port.
+        stores = [_open(first, limit, True), _open(second, limit, False)]
+        stores[0].set("word", "of the first world")
+        assert stores[1].get("word") == b"of the first world"
+        again = [_open(first, limit, False), _open(second, limit, False)]
+        assert not again[1].check(["word"]), "a world that follows in the same store reads nothing of the one before"
+        again[1].set("word", "of the second")
+        assert again[0].get("word") == b"of the second"
+        third = _open(first, limit, False)
+        del stores, again, third
+        gc.collect()
