@@ -55,6 +55,7 @@ def test_plain(row):
 """
 
 
+@pytest.mark.thorough
 def test_the_rest_is_thorough_and_runs_when_it_is_named(tmp_path: Path) -> None:
     file = tmp_path / "test_inner.py"
     file.write_text(FILE)

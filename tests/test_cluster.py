@@ -129,6 +129,7 @@ def test_failure_names_the_rank_and_shows_its_traceback() -> None:
     assert "rank 1 raised: Traceback" in str(caught.value)
 
 
+@pytest.mark.thorough
 def test_ranks_that_hang_after_a_failure_are_killed_and_the_next_call_is_clean() -> None:
     started = time.monotonic()
     with pytest.raises(ClusterFailure) as caught:
@@ -159,6 +160,7 @@ def _sleep_on(rank: int, world: int, sleeper: int) -> int:
     return rank
 
 
+@pytest.mark.thorough
 def test_time_limit_names_the_unfinished_rank_and_where_it_was() -> None:
     with pytest.raises(ClusterFailure, match="rank 1 did not finish in time") as caught:
         run_ranks(3, _sleep_on, 1, timeout_s=1)
@@ -299,6 +301,7 @@ def test_survivors_of_a_killed_fresh_rank_get_their_error() -> None:
     assert all(0 < outcome.seconds < 30 for outcome in outcomes)
 
 
+@pytest.mark.thorough
 def test_a_fresh_rank_that_overruns_is_killed_and_marked() -> None:
     outcomes = spawn_ranks(2, _sleep_on, 1, timeout_s=1)
     assert [outcome.timed_out for outcome in outcomes] == [False, True]
@@ -349,6 +352,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.thorough
 def test_a_killed_test_run_leaves_no_worker_and_has_all_that_was_printed(tmp_path: Path) -> None:
     script = tmp_path / "session.py"
     script.write_text(SESSION_THAT_IS_KILLED)
@@ -385,6 +389,7 @@ def test_undoes_what_it_did(monkeypatch):
 """
 
 
+@pytest.mark.thorough
 def test_a_test_that_leaks_in_the_pytest_process_is_failed(tmp_path: Path) -> None:
     module = tmp_path / "test_inner.py"
     module.write_text(TESTS_THAT_LEAK)

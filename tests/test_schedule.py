@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import psutil
+import pytest
 
 from tests import schedule
 from tests.cluster import PATIENCE
@@ -66,6 +67,7 @@ class Notes:
         self.quiet = [line for line in lines if line[1] == "quiet"]
 
 
+@pytest.mark.thorough
 def test_files_stay_together_and_quiet_tests_come_last_and_alone(tmp_path: Path) -> None:
     notes = Notes(tmp_path, "-n", "2")
     homes = {(file, worker) for file, _, worker, *_ in notes.loud}
@@ -75,6 +77,7 @@ def test_files_stay_together_and_quiet_tests_come_last_and_alone(tmp_path: Path)
     assert {line[3] for line in notes.loud} == {"60.0"} and {line[3] for line in notes.quiet} == {"120.0"}
 
 
+@pytest.mark.thorough
 def test_without_workers_a_file_runs_as_it_is_written(tmp_path: Path) -> None:
     notes = Notes(tmp_path, "-p", "no:xdist")
     assert {line[2] for line in (*notes.loud, *notes.quiet)} == {"none"}
@@ -93,6 +96,7 @@ def test_forever():
 """
 
 
+@pytest.mark.thorough
 def test_workers_do_not_outlive_a_killed_controller(tmp_path: Path) -> None:
     (tmp_path / "test_forever.py").write_text(FOREVER)
     with _started(tmp_path, "-n", "1") as run:

@@ -27,8 +27,8 @@ def train_with_inductor(rank: int, world: int, name: str) -> tuple[bool, int, li
     return close, early, [piece.error for piece in explanation.pieces]
 
 
-# The first one's activations have strides that inductor would like to change.
-@pytest.mark.parametrize("name", ["cnn", pytest.param("mlp", marks=pytest.mark.thorough)])
+# The one's activations have strides that inductor would like to change.
+@pytest.mark.parametrize("name", [pytest.param("cnn", marks=pytest.mark.thorough), "mlp"])
 def test_pieces_compiled_by_inductor_train_as_eager_does(name: str) -> None:
     for close, early, errors in run_ranks(2, train_with_inductor, name, timeout_s=90):
         assert close

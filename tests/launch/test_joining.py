@@ -95,7 +95,7 @@ def test_under_torchrun_a_rank_that_is_no_more_is_missed(tmp_path: Path) -> None
     assert any("rank 1 has ended, before the ranks had met" in line for line in told(done.stdout)), done.stdout
 
 
-@pytest.mark.parametrize("backend", ["phalanx", "gloo"])
+@pytest.mark.parametrize("backend", ["phalanx", pytest.param("gloo", marks=pytest.mark.thorough)])
 def test_a_rank_that_dies_while_the_group_is_made_is_named_without_a_launcher(backend: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     place = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}

@@ -252,6 +252,7 @@ def test_the_command_line_shows_the_script(tmp_path: Path) -> None:
     assert code == 0 and said.strip() == repr(f"{sys.executable} -u {tmp_path}/script.py --lr 0.1\0".encode()), said
 
 
+@pytest.mark.thorough
 def test_a_worker_lives_on_when_the_starter_is_killed_and_the_next_is_started_plainly(tmp_path: Path) -> None:
     body = """
     import os, sys, time
@@ -330,7 +331,11 @@ def test_a_worker_that_nobody_was_told_of_is_ended(tmp_path: Path, monkeypatch: 
     ("hook", "why"),
     [
         ("import threading, time\nthreading.Thread(target=time.sleep, args=(60,), daemon=True).start()", "1 threads"),
-        ("import os\nos._exit(4) if sys.orig_argv[-1].isspace() else None", "it ended while it imported"),
+        pytest.param(
+            "import os\nos._exit(4) if sys.orig_argv[-1].isspace() else None",
+            "it ended while it imported",
+            marks=pytest.mark.thorough,
+        ),
     ],
 )
 def test_what_may_not_be_forked_is_started_plainly(
@@ -356,6 +361,7 @@ def test_a_starter_that_falls_silent_leaves_nothing_half_started(tmp_path: Path,
     starter.close()
 
 
+@pytest.mark.thorough
 def test_the_worker_that_was_forked_last_outlives_the_starter(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import time; time.sleep(0.5)")
@@ -367,6 +373,7 @@ def test_the_worker_that_was_forked_last_outlives_the_starter(tmp_path: Path) ->
     assert wait_for_end([child], 30.0) and child.exitcode == 0
 
 
+@pytest.mark.thorough
 def test_where_children_are_not_handed_over_workers_are_started_plainly(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -388,6 +395,7 @@ def test_another_environment_needs_another_starter() -> None:
         assert not starter.fits({**environ, name: "7"}), name
 
 
+@pytest.mark.thorough
 def test_warnings_of_imports_reach_every_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "sitecustomize.py").write_text("import sys\nprint('said while importing', file=sys.stderr)\n")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]]))

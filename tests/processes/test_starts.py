@@ -97,7 +97,10 @@ def _load(rank: int, world: int, start: str) -> None:
     assert torch.equal(everyone[0], everyone[1])
 
 
-@pytest.mark.parametrize("start", ["fork", pytest.param("forkserver", marks=pytest.mark.soak), "spawn"])
+@pytest.mark.parametrize(
+    "start",
+    ["fork", pytest.param("forkserver", marks=pytest.mark.soak), pytest.param("spawn", marks=pytest.mark.thorough)],
+)
 def test_data_loaders_of_every_start_method_work_beside_the_group(start: str) -> None:
     for outcome in spawn_ranks(2, _load, start, backend=None, timeout_s=80, check_shm=False):
         assert outcome.exitcode == 0 and not outcome.timed_out, outcome

@@ -24,8 +24,15 @@ def own_workers() -> Iterator[None]:
     stop_pool()
 
 
-# The longest of those that differ from another one only in what the CPU does not have, or in a setting.
-TWINS = {
+# For `make test-thorough`: those that take longest, each beside others about the same, or in rooms of our own tests.
+LONG = {
+    "test_DistributedDataParallelCPU",
+    "test_ddp_apply_optim_in_backward",
+    "test_ddp_compile_static_graph",
+    "test_ddp_hook_parity_post_localSGD",
+    "test_ddp_uneven_inputs",
+    "test_post_localSGD_optimizer_parity_with_hierarchical_sgd",
+    # These differ from another one only in what the CPU does not have, or in a setting.
     "test_DistributedDataParallel_non_default_stream",
     "test_ddp_apply_optim_in_backward_grad_as_bucket_view_false",
     "test_ddp_hook_parity_allreduce_process_group",
@@ -35,7 +42,7 @@ NAMES = [name for name in ddp_tests() if name not in LEFT_OUT]
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.thorough) if name in TWINS else name for name in NAMES]
+    "name", [pytest.param(name, marks=pytest.mark.thorough) if name in LONG else name for name in NAMES]
 )
 def test_torch(name: str) -> None:
     skipped = run_ranks(RANKS.get(name, 2), run_torch_test, name, _REFERENCE, timeout_s=100)
@@ -43,4 +50,4 @@ def test_torch(name: str) -> None:
 
 
 def test_every_test_left_out_exists() -> None:
-    assert set(LEFT_OUT) <= set(ddp_tests()) and set(NAMES) >= TWINS
+    assert set(LEFT_OUT) <= set(ddp_tests()) and set(NAMES) >= LONG

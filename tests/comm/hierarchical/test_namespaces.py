@@ -70,7 +70,7 @@ def _keep_contract(rank: int, world: int, cases: Sequence[Case]) -> list[list[in
     ("layout", "teams"),
     [
         pytest.param("abcab", [[0, 3], [1, 4], [2]], id="mixed and unequal"),
-        pytest.param("ab", [[0], [1]], id="one rank a host"),
+        pytest.param("ab", [[0], [1]], id="one rank a host", marks=pytest.mark.thorough),
         pytest.param("aabb", [[0, 1], [2, 3]], id="two of two", marks=pytest.mark.thorough),
     ],
 )

@@ -99,6 +99,7 @@ def test_a_host_that_is_cut_off_ends_its_workers_and_the_others_go_on(tmp_path: 
         run.check()
 
 
+@pytest.mark.thorough
 @BOTH
 def test_a_host_joins_later_and_two_of_three_may_go_one_by_one(tmp_path: Path, optimizer: str) -> None:
     plan = Plan(optimizer=optimizer, pause_s=0.05, has_loader=False, until=str(tmp_path / "enough"))
@@ -134,6 +135,7 @@ def test_when_the_first_host_dies_the_run_ends_everywhere_with_a_word(tmp_path: 
         assert not left, "nothing is left behind"
 
 
+@pytest.mark.thorough
 def test_a_host_and_the_only_worker_of_the_one_with_its_mirror_are_lost_and_the_others_wait(tmp_path: Path) -> None:
     plan = Plan(optimizer="zero", pause_s=0.1, has_loader=False, until=str(tmp_path / "enough"))
     with hosts(3, tmp_path, plan, "--nnodes", "3", "--min", "1") as run:
