@@ -7,7 +7,7 @@ moved, saved and loaded in `state/`, and `overlap/` joins it to backward.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -26,10 +26,11 @@ from . import step_hooks
 from .clipping import check_limits, clip_gradients, clip_shards
 from .join import JoinedStep
 from .memory import MemoryReport, report_memory
-from .overlap.overlap import Engagement, Overlap
+from .overlap.overlap import Overlap
 from .partition.element import Placement
 from .partition.kinds import PartitionChoice, check_class, choose_partition
 from .partition.param_table import check_params
+from .partition.update import TORN
 from .settings import CommonSettings
 from .state.caller import asked_by_checkpoint
 from .state.loading import check_states, check_structure, install
@@ -133,8 +134,6 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         self._has_state = False  # whether a step was made or a state loaded: on every rank alike, whatever each owns
         self._hook_arguments: tuple[tuple[Any, ...], dict[str, Any]] = ((self,), {})
         self._is_shadowing = False  # amid a step that only other ranks have inputs for
-        # How many updates backward had made when `step` was last called: without a new one, it has nothing to confirm.
-        self._num_updates_seen = 0
         self.initialized = True
         # Last: joining a wrapper that exists already calls back into this object.
         if asked.overlaps:
@@ -166,8 +165,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
 
     @property
     def is_torn(self) -> bool:
-        """Whether a backward raised between two of its updates, which left the parameters between two steps."""
-        return self._overlap is not None and self._overlap.state is Engagement.TORN
+        """Whether a step, or a backward that steps, raised midway, which left the parameters between two steps."""
+        return self._sharded.update.state is TORN
 
     @property
     def _all_params(self) -> list[torch.Tensor]:
@@ -203,23 +202,54 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
     def _step(self, closure: Any = None, **kwargs: Any) -> Any:
         sharded = self._sharded
         recover(sharded.collectives.group)
-        self._settings.check(self._is_shadowing)
-        self._settings.stepped()
-        # Schedulers edit the groups that the user sees; the local optimizer has groups of its own.
+        sharded.refuse_torn()
         # A state collected earlier is outdated from here on, even if the step raises.
-        sharded.local.pull(self.param_groups)
         self._consolidated = None
-        if self._overlap is None:
-            result = sharded.partition.step(sharded.local, closure, kwargs)
+        if callable(closure):
+            closure = self._followed_by_options(closure)
+            sharded.local.pull(self.param_groups)  # some classes read options before they evaluate (LBFGS)
         else:
-            result = _evaluate(closure)
-            self._overlap.step(kwargs)
+            self._take_options()
+        try:
+            if self._overlap is None:
+                result = sharded.partition.step(sharded.local, closure, kwargs)
+            else:
+                result = _evaluate(closure)
+                self._overlap.step(kwargs)
+        except BaseException:
+            self._step_raised()
+            raise
+        # Not before: a rank whose step raised has made one less than the others, and is found out by it.
+        self._settings.stepped()
         sharded.local.push(self.param_groups)
         self._has_state = True
         # Most of every gradient belongs to other ranks. Left there, it would live on until the user's own zero_grad().
         if self.stage == 2:
             self.zero_grad()
         return result
+
+    def _take_options(self) -> None:
+        """Have the local optimizer step by the options that the user sees, and has edited, once all ranks have the same."""
+        self._settings.check(self._is_shadowing)
+        # Schedulers edit the groups that the user sees; the local optimizer has groups of its own.
+        self._sharded.local.pull(self.param_groups)
+
+    def _followed_by_options(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """The closure, and what it made of the options: an optimizer steps by those that its closure leaves."""
+
+        def evaluate() -> Any:
+            result = closure()
+            self._take_options()
+            return result
+
+        return evaluate
+
+    def _step_raised(self) -> None:
+        update = self._sharded.update
+        # One rank by itself is left with what the plain optimizer leaves.
+        if self.world_size == 1 and update.is_under_way:
+            update.end()
+        update.raised()
 
     def _confirm_update(self, overlap: Overlap, closure: Any, kwargs: dict[str, Any]) -> Any:
         """`step` where backward steps: raises if it cannot have done what is asked for."""
@@ -230,10 +260,13 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
             )
         # Before looking whether there was an update: the closure runs the backward that makes it.
         loss = _evaluate(closure)
-        if overlap.reducer and overlap.num_updates == self._num_updates_seen:
+        if overlap.reducer and not self._sharded.update.confirm():
             overlap.refuse_unreduced()
-        self._num_updates_seen = overlap.num_updates
-        overlap.confirmed = True
+        elif changed := self._settings.changed_since_update():
+            raise ConfigError(
+                f"rank {self.rank}: {changed}: too late for this step(), since backward had made the step by then. Change "
+                "options before backward or after step(), or make the optimizer with step_in_backward=False."
+            )
         return loss
 
     def _bracket_update(self, begins: bool) -> dict[str, Any]:
@@ -247,6 +280,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         # Schedulers look here for whether there was a step before theirs.
         self._opt_called = self._has_state = True
         step_hooks.after(self, *self._hook_arguments)
+        self._settings.updated()
         return {}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -332,6 +366,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
     def _verify(self) -> None:
         """What is about to be kept was made of gradients that belonged together."""
         recover(self._sharded.collectives.group)
+        self._sharded.refuse_torn()
         if self.wrapper is not None:
             self.wrapper.verify()
 
