@@ -13,6 +13,7 @@ ELEMENT = "src/phalanx/zero/partition/element.py"
 GATHERING = "src/phalanx/zero/partition/gathering.py"
 CLIPPING = "src/phalanx/zero/clipping.py"
 OPTIMIZER = "src/phalanx/zero/optimizer.py"
+IN_BACKWARD = "src/phalanx/optim/in_backward.py"
 STORAGE = "src/phalanx/zero/partition/storage.py"
 
 MUTATIONS = (
@@ -290,6 +291,13 @@ MUTATIONS = (
         old="        self.lag = LAGS[stage]\n",
         new="        self.lag = LAGS[1]\n",
         tests="tests/zero/test_memory.py",
+    ),
+    Mutation(
+        name="in backward: a parameter given twice keeps a hook when a wrapper takes over",
+        file=IN_BACKWARD,
+        old="else list(dict.fromkeys(params))\n",
+        new="else list(params)\n",
+        tests="tests/ddp/test_in_backward.py",
     ),
     Mutation(
         name="overlap: a pass that is observed scatters by a plan that it replaces",

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,32 +22,22 @@ from ..ddp.passes.order import recover
 from ..ddp.wrappers import known_wrappers
 from ..errors import ArgumentTypeError, ConfigError, PhalanxError, ReductionError, StateError
 from . import step_hooks
+from .asked import Asked
 from .clipping import check_limits, clip_gradients, clip_shards
 from .join import JoinedStep
 from .memory import MemoryReport, report_memory
 from .overlap.overlap import Overlap
-from .partition.element import Placement
-from .partition.kinds import PartitionChoice, check_class, choose_partition
+from .partition.kinds import check_class, choose_partition
 from .partition.param_table import check_params
 from .partition.update import TORN
 from .settings import CommonSettings
 from .state.caller import asked_by_checkpoint
-from .state.loading import check_states, check_structure, install
+from .state.loading import check_states, check_structure, install, normalised
 from .state.sharded_optimizer import ShardedOptimizer
 
 
 class NotConsolidated(PhalanxError, RuntimeError):
     """A whole state was asked for where there is none."""
-
-
-@dataclass(frozen=True)
-class _Asked:
-    """What the constructor was asked for, as far as it takes part again when the ranks change."""
-
-    partition: str
-    overlaps: bool
-    steps_in_backward: bool
-    shares: bool
 
 
 class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
@@ -87,18 +76,15 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         # Whatever may be refused is refused before the first collective: a rank that raises alone leaves the others waiting.
         listed = check_params(params)
         check_class(optimizer_class)
-        if stage not in (1, 2):
-            raise ConfigError(f"stage must be 1 (state divided) or 2 (gradients too), got {stage!r}.")
-        if step_in_backward is not None and not overlap_with_ddp:
-            raise ConfigError("step_in_backward has a meaning only with overlap_with_ddp=True. Leave it out.")
+        views, overlaps, shares = bool(parameters_as_bucket_view), bool(overlap_with_ddp), bool(shared_parameters)
+        self._asked = Asked(stage, partition, views, overlaps, step_in_backward, shares)
         # Torch's constructor calls add_param_group, which must not reach for what is only made below.
         self.initialized = False
         torch.optim.Optimizer.__init__(self, listed, defaults)
         Joinable.__init__(self)
         self.stage = stage
-        self.parameters_as_bucket_view = bool(parameters_as_bucket_view)
+        self.parameters_as_bucket_view = views
         self.optimizer_class = optimizer_class
-        self._asked = _Asked(partition, bool(overlap_with_ddp), step_in_backward is not False, bool(shared_parameters))
         self._given_defaults = defaults
         self._overlap: Overlap | None = None
         self._divide(process_group)
@@ -112,20 +98,10 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         self.global_rank = dist.get_rank() if dist.is_initialized() else self.rank
         choice = choose_partition(self.optimizer_class, asked.partition, self.world_size, defaults)
         self.partition, self.partition_reason = choice.partition, choice.reason
-        as_views = self.parameters_as_bucket_view and not asked.overlaps
-        placement = _placement(asked.shares, as_views, choice, self.world_size)
+        placement = asked.placement(choice, self.world_size)
         self._settings = CommonSettings(self, collectives)
-        self._settings.agree_on_all(
-            {
-                "optimizer_class": f"{self.optimizer_class.__module__}.{self.optimizer_class.__qualname__}",
-                "stage": str(self.stage),
-                "partition": choice.partition,
-                "overlap_with_ddp": str(asked.overlaps),
-                "step_in_backward": str(asked.overlaps and asked.steps_in_backward),
-                "parameters_as_bucket_view": str(self.parameters_as_bucket_view),
-                "shared_parameters": str(asked.shares),
-            }
-        )
+        name = f"{self.optimizer_class.__module__}.{self.optimizer_class.__qualname__}"
+        self._settings.agree_on_all({"optimizer_class": name, **asked.in_words(choice)})
         groups = self.param_groups
         self._sharded = ShardedOptimizer(self.optimizer_class, defaults, groups, choice, collectives, placement)
         # Schedulers look here for options that were left at their default.
@@ -426,7 +402,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         for group, loaded in zip(self.param_groups, options, strict=True):
             group.update(loaded)
         # AdamW, for one, does not take over from Adam how weight decay is meant. States are set already.
-        self._normalised({}, self.param_groups)
+        normalised(self.optim, {}, self.param_groups)
         self._sharded.local.pull(self.param_groups)
         self._consolidated = None
         self._has_state = True
@@ -440,21 +416,13 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         states, groups = dict(state["state"]), state["param_groups"]
         elementwise = self.partition == "element"
         check_states(states, self._sharded.table, self.optimizer_class, elementwise)
-        install(self._sharded, self._normalised(states, groups))
+        install(self._sharded, normalised(self.optim, states, groups))
         super().__setstate__({"state": defaultdict(dict), "param_groups": groups})
         self._sharded.local.pull(groups)
         self._sharded.local.push(groups)
         self._settings.loaded(state["state"])
         self._consolidated = None
         self._has_state = True
-
-    def _normalised(self, states: dict[torch.Tensor, Any], groups: list[dict[str, Any]]) -> dict[torch.Tensor, Any]:
-        """The states and groups as the class's own `__setstate__` brings old ones up to date."""
-        # Without its constructor, which would make new state. It shares the options of the optimizer that is really run.
-        alone = self.optimizer_class.__new__(self.optimizer_class)
-        alone.__dict__.update(self.optim.__dict__)
-        alone.__setstate__({"state": defaultdict(dict, states), "param_groups": groups})
-        return {param: state for param, state in alone.state.items() if state}
 
     def __getstate__(self) -> dict[str, Any]:
         raise StateError(
@@ -509,14 +477,3 @@ def _evaluate(closure: Any) -> Any:
         return None
     with torch.enable_grad():
         return closure()
-
-
-def _placement(shared: bool, as_views: bool, choice: PartitionChoice, world: int) -> Placement:
-    if shared and world > 1 and choice.partition != "element":
-        raise ConfigError(
-            f"shared_parameters=True needs the element partition, but this is the parameter partition ({choice.reason}). "
-            "Use shared_parameters=False."
-        )
-    if shared and world > 1:
-        return Placement.SHARED
-    return Placement.BUCKET if as_views else Placement.OWN
