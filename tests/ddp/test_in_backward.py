@@ -154,6 +154,23 @@ def test_wrong_arguments_are_refused() -> None:
         apply_in_backward(torch.optim.SGD, [torch.ones(2)])
     with pytest.raises(ValueError, match="max_norm"):
         apply_in_backward(torch.optim.SGD, model.parameters(), max_norm=0.0)
+    apply_in_backward(torch.optim.SGD, [model.weight])
+    with pytest.raises(ValueError, match="another call of it steps already"):
+        apply_in_backward(torch.optim.SGD, model.parameters())
+
+
+def named_twice(rank: int, world: int) -> list[torch.Tensor]:
+    model = make("mlp")
+    apply_in_backward(torch.optim.SGD, [*model.parameters(), *model.parameters()], lr=0.1)
+    wrapped = phalanx.DistributedDataParallel(model)
+    for step in range(2):
+        _loss(wrapped, step, rank).backward()
+    return _params(model)
+
+
+def test_a_parameter_that_is_given_twice_is_stepped_once_by_its_mean() -> None:
+    first, second = run_ranks(2, named_twice)
+    assert all(map(torch.equal, first, second))
 
 
 class TwoTowers(nn.Module):

@@ -102,6 +102,42 @@ def test_the_second_stage_holds_less_gradient_than_the_first() -> None:
     assert all(second.ranks[0].gradients < rank.gradients <= 1.6 * whole for rank in later.ranks)
 
 
+def train_in_stage_two(rank: int, world: int, later: bool) -> Any:
+    """Equal buckets, one per layer: what is held of gradients, in buckets of the size of one."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(6)))
+    plain = [param.detach().clone() for param in layers.parameters()]
+    options: dict[str, Any] = {"step_in_backward": False} if later else {}
+    zero = ZeroRedundancyOptimizer(layers.parameters(), optim.SGD, overlap_with_ddp=True, stage=2, lr=0.5, **options)
+    wrapped = phalanx.DistributedDataParallel(layers, bucket_cap_mb=0.016)
+    for step in range(4):
+        zero.zero_grad()
+        torch.manual_seed(step)
+        inputs = torch.randn(world, 8, 64)
+        wrapped(inputs[rank]).square().mean().backward()
+        zero.step()
+        leaves = [param.requires_grad_() for param in plain]
+        loss = sum(_through(leaves, one).square().mean() for one in inputs) / world
+        plain = [p.detach() - 0.5 * g for p, g in zip(plain, torch.autograd.grad(loss, leaves), strict=True)]
+    for param, expected in zip(layers.parameters(), plain, strict=True):
+        torch.testing.assert_close(param, expected, rtol=1e-4, atol=1e-6)
+    return len(wrapped.reducer.plan.buckets), zero.memory().ranks[rank].gradients / (4 * 64 * 64)
+
+
+def _through(weights: list[torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    for weight in weights:
+        x = x @ weight.t()
+    return x
+
+
+@pytest.mark.parametrize("backend", ["gloo", "phalanx"])
+@pytest.mark.parametrize("later", [False, True])
+def test_the_second_stage_has_memory_for_one_bucket(later: bool, backend: str) -> None:
+    # And for this rank's half of each, with a unit of 64 on both sides, where step() comes later.
+    expected = 1.0 + later * 6 * (0.5 + 2 * 64 / 4096)
+    assert run_ranks(2, train_in_stage_two, later, backend=backend) == [(6, expected)] * 2
+
+
 @pytest.mark.parametrize("overlapped", [False, True], ids=["alone", "overlapped"])
 def test_shared_parameters_are_counted_once(overlapped: bool) -> None:
     found = run_ranks(2, report, {"shared_parameters": True}, overlapped)[0][0]

@@ -15,6 +15,7 @@ from phalanx.comm.memory import one_copy
 from phalanx.zero import ZeroRedundancyOptimizer
 from tests.cluster import run_ranks
 from tests.zero.cases import Given, mean_gradients, own_gradients, set_gradients
+from tests.zero.test_usage import Pair
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.covering(1)]
 
@@ -137,3 +138,21 @@ def one_rank(rank: int, world: int) -> str:
 
 def test_one_rank_has_nobody_to_share_with() -> None:
     assert run_ranks(1, one_rank) == ["parameter"]
+
+
+def turn_around(rank: int, world: int, mode: dict[str, Any]) -> Any:
+    """The same memory in another order, which no address tells of."""
+    build = lambda: Given(((20, 20), (40,)))  # noqa: E731
+    pair = Pair(mode["overlapped"], optim.Adam, build=build, zero_options=mode["options"], lr=0.01)
+    found = [pair.step(0)]
+    for model in (pair.plain_model, pair.model):
+        param = next(model.parameters())
+        param.data = param.data.t()
+    return [*found, pair.step(1), pair.step(3)]
+
+
+@pytest.mark.parametrize("overlapped", [False, True], ids=["alone", "overlapped"])
+@pytest.mark.parametrize("views", [False, True], ids=["own memory", "bucket views"])
+def test_parameters_whose_memory_is_read_in_another_order(views: bool, overlapped: bool) -> None:
+    mode = {"overlapped": overlapped, "options": {"parameters_as_bucket_view": views}}
+    assert run_ranks(2, turn_around, mode) == [[[]] * 3] * 2

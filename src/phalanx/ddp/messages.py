@@ -78,8 +78,9 @@ def unequal(where: str) -> ReductionError:
 
 
 def torn(where: str) -> ReductionError:
-    """A backward raised after an optimizer had used some of its means."""
+    """A backward or a step raised after an optimizer had updated some of its parameters."""
     return ReductionError(
-        f"{where}: an earlier backward raised after some buckets had been updated and before the others were: the "
-        "parameters are between two steps. Load a checkpoint of the model, make the optimizer anew, and load its state."
+        f"{where}: an earlier backward or step() raised after some buckets had been updated and before the others "
+        "were: the parameters are between two steps. Load a checkpoint of the model, make the optimizer anew, and load its "
+        "state."
     )

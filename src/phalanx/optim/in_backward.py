@@ -184,7 +184,8 @@ def apply_in_backward(
     between forward and backward, on every rank alike: the next forward takes it over, and its backward compares.
     """
     global _num_applied
-    listed: list[Any] = [params] if isinstance(params, torch.Tensor) else list(params)
+    # Each once: a second hook would outlive `hand_over`, and step by gradients that no wrapper has reduced.
+    listed: list[Any] = [params] if isinstance(params, torch.Tensor) else list(dict.fromkeys(params))
     if not listed:
         raise ConfigError("apply_in_backward got no parameters. Give model.parameters().")
     for param in listed:
@@ -192,6 +193,11 @@ def apply_in_backward(
             raise ArgumentTypeError(
                 f"apply_in_backward takes parameters that require a gradient, got {type(param).__name__}. "
                 "Give model.parameters() without the frozen ones."
+            )
+        if getattr(param, _OWNERS, None):
+            raise ConfigError(
+                f"apply_in_backward got a parameter of shape {tuple(param.shape)} that another call of it steps already: that "
+                "one frees its gradient, and nothing would be left to step by. Change the first one's `param_groups`."
             )
     if max_norm is not None and max_norm <= 0:
         raise ConfigError(f"max_norm must be positive, got {max_norm}. Leave it out for no clipping.")

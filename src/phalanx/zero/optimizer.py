@@ -7,9 +7,8 @@ moved, saved and loaded in `state/`, and `overlap/` joins it to backward.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,31 +22,22 @@ from ..ddp.passes.order import recover
 from ..ddp.wrappers import known_wrappers
 from ..errors import ArgumentTypeError, ConfigError, PhalanxError, ReductionError, StateError
 from . import step_hooks
+from .asked import Asked
 from .clipping import check_limits, clip_gradients, clip_shards
 from .join import JoinedStep
 from .memory import MemoryReport, report_memory
-from .overlap.overlap import Engagement, Overlap
-from .partition.element import Placement
-from .partition.kinds import PartitionChoice, check_class, choose_partition
+from .overlap.overlap import Overlap
+from .partition.kinds import check_class, choose_partition
 from .partition.param_table import check_params
+from .partition.update import TORN
 from .settings import CommonSettings
 from .state.caller import asked_by_checkpoint
-from .state.loading import check_states, check_structure, install
+from .state.loading import check_states, check_structure, install, normalised
 from .state.sharded_optimizer import ShardedOptimizer
 
 
 class NotConsolidated(PhalanxError, RuntimeError):
     """A whole state was asked for where there is none."""
-
-
-@dataclass(frozen=True)
-class _Asked:
-    """What the constructor was asked for, as far as it takes part again when the ranks change."""
-
-    partition: str
-    overlaps: bool
-    steps_in_backward: bool
-    shares: bool
 
 
 class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
@@ -86,18 +76,15 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         # Whatever may be refused is refused before the first collective: a rank that raises alone leaves the others waiting.
         listed = check_params(params)
         check_class(optimizer_class)
-        if stage not in (1, 2):
-            raise ConfigError(f"stage must be 1 (state divided) or 2 (gradients too), got {stage!r}.")
-        if step_in_backward is not None and not overlap_with_ddp:
-            raise ConfigError("step_in_backward has a meaning only with overlap_with_ddp=True. Leave it out.")
+        views, overlaps, shares = bool(parameters_as_bucket_view), bool(overlap_with_ddp), bool(shared_parameters)
+        self._asked = Asked(stage, partition, views, overlaps, step_in_backward, shares)
         # Torch's constructor calls add_param_group, which must not reach for what is only made below.
         self.initialized = False
         torch.optim.Optimizer.__init__(self, listed, defaults)
         Joinable.__init__(self)
         self.stage = stage
-        self.parameters_as_bucket_view = bool(parameters_as_bucket_view)
+        self.parameters_as_bucket_view = views
         self.optimizer_class = optimizer_class
-        self._asked = _Asked(partition, bool(overlap_with_ddp), step_in_backward is not False, bool(shared_parameters))
         self._given_defaults = defaults
         self._overlap: Overlap | None = None
         self._divide(process_group)
@@ -111,20 +98,10 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         self.global_rank = dist.get_rank() if dist.is_initialized() else self.rank
         choice = choose_partition(self.optimizer_class, asked.partition, self.world_size, defaults)
         self.partition, self.partition_reason = choice.partition, choice.reason
-        as_views = self.parameters_as_bucket_view and not asked.overlaps
-        placement = _placement(asked.shares, as_views, choice, self.world_size)
+        placement = asked.placement(choice, self.world_size)
         self._settings = CommonSettings(self, collectives)
-        self._settings.agree_on_all(
-            {
-                "optimizer_class": f"{self.optimizer_class.__module__}.{self.optimizer_class.__qualname__}",
-                "stage": str(self.stage),
-                "partition": choice.partition,
-                "overlap_with_ddp": str(asked.overlaps),
-                "step_in_backward": str(asked.overlaps and asked.steps_in_backward),
-                "parameters_as_bucket_view": str(self.parameters_as_bucket_view),
-                "shared_parameters": str(asked.shares),
-            }
-        )
+        name = f"{self.optimizer_class.__module__}.{self.optimizer_class.__qualname__}"
+        self._settings.agree_on_all({"optimizer_class": name, **asked.in_words(choice)})
         groups = self.param_groups
         self._sharded = ShardedOptimizer(self.optimizer_class, defaults, groups, choice, collectives, placement)
         # Schedulers look here for options that were left at their default.
@@ -133,8 +110,6 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         self._has_state = False  # whether a step was made or a state loaded: on every rank alike, whatever each owns
         self._hook_arguments: tuple[tuple[Any, ...], dict[str, Any]] = ((self,), {})
         self._is_shadowing = False  # amid a step that only other ranks have inputs for
-        # How many updates backward had made when `step` was last called: without a new one, it has nothing to confirm.
-        self._num_updates_seen = 0
         self.initialized = True
         # Last: joining a wrapper that exists already calls back into this object.
         if asked.overlaps:
@@ -166,8 +141,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
 
     @property
     def is_torn(self) -> bool:
-        """Whether a backward raised between two of its updates, which left the parameters between two steps."""
-        return self._overlap is not None and self._overlap.state is Engagement.TORN
+        """Whether a step, or a backward that steps, raised midway, which left the parameters between two steps."""
+        return self._sharded.update.state is TORN
 
     @property
     def _all_params(self) -> list[torch.Tensor]:
@@ -203,23 +178,54 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
     def _step(self, closure: Any = None, **kwargs: Any) -> Any:
         sharded = self._sharded
         recover(sharded.collectives.group)
-        self._settings.check(self._is_shadowing)
-        self._settings.stepped()
-        # Schedulers edit the groups that the user sees; the local optimizer has groups of its own.
+        sharded.refuse_torn()
         # A state collected earlier is outdated from here on, even if the step raises.
-        sharded.local.pull(self.param_groups)
         self._consolidated = None
-        if self._overlap is None:
-            result = sharded.partition.step(sharded.local, closure, kwargs)
+        if callable(closure):
+            closure = self._followed_by_options(closure)
+            sharded.local.pull(self.param_groups)  # some classes read options before they evaluate (LBFGS)
         else:
-            result = _evaluate(closure)
-            self._overlap.step(kwargs)
+            self._take_options()
+        try:
+            if self._overlap is None:
+                result = sharded.partition.step(sharded.local, closure, kwargs)
+            else:
+                result = _evaluate(closure)
+                self._overlap.step(kwargs)
+        except BaseException:
+            self._step_raised()
+            raise
+        # Not before: a rank whose step raised has made one less than the others, and is found out by it.
+        self._settings.stepped()
         sharded.local.push(self.param_groups)
         self._has_state = True
         # Most of every gradient belongs to other ranks. Left there, it would live on until the user's own zero_grad().
         if self.stage == 2:
             self.zero_grad()
         return result
+
+    def _take_options(self) -> None:
+        """Have the local optimizer step by the options that the user sees, and has edited, once all ranks have the same."""
+        self._settings.check(self._is_shadowing)
+        # Schedulers edit the groups that the user sees; the local optimizer has groups of its own.
+        self._sharded.local.pull(self.param_groups)
+
+    def _followed_by_options(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """The closure, and what it made of the options: an optimizer steps by those that its closure leaves."""
+
+        def evaluate() -> Any:
+            result = closure()
+            self._take_options()
+            return result
+
+        return evaluate
+
+    def _step_raised(self) -> None:
+        update = self._sharded.update
+        # One rank by itself is left with what the plain optimizer leaves.
+        if self.world_size == 1 and update.is_under_way:
+            update.end()
+        update.raised()
 
     def _confirm_update(self, overlap: Overlap, closure: Any, kwargs: dict[str, Any]) -> Any:
         """`step` where backward steps: raises if it cannot have done what is asked for."""
@@ -230,10 +236,13 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
             )
         # Before looking whether there was an update: the closure runs the backward that makes it.
         loss = _evaluate(closure)
-        if overlap.reducer and overlap.num_updates == self._num_updates_seen:
+        if overlap.reducer and not self._sharded.update.confirm():
             overlap.refuse_unreduced()
-        self._num_updates_seen = overlap.num_updates
-        overlap.confirmed = True
+        elif changed := self._settings.changed_since_update():
+            raise ConfigError(
+                f"rank {self.rank}: {changed}: too late for this step(), since backward had made the step by then. Change "
+                "options before backward or after step(), or make the optimizer with step_in_backward=False."
+            )
         return loss
 
     def _bracket_update(self, begins: bool) -> dict[str, Any]:
@@ -247,6 +256,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         # Schedulers look here for whether there was a step before theirs.
         self._opt_called = self._has_state = True
         step_hooks.after(self, *self._hook_arguments)
+        self._settings.updated()
         return {}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -332,6 +342,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
     def _verify(self) -> None:
         """What is about to be kept was made of gradients that belonged together."""
         recover(self._sharded.collectives.group)
+        self._sharded.refuse_torn()
         if self.wrapper is not None:
             self.wrapper.verify()
 
@@ -391,7 +402,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         for group, loaded in zip(self.param_groups, options, strict=True):
             group.update(loaded)
         # AdamW, for one, does not take over from Adam how weight decay is meant. States are set already.
-        self._normalised({}, self.param_groups)
+        normalised(self.optim, {}, self.param_groups)
         self._sharded.local.pull(self.param_groups)
         self._consolidated = None
         self._has_state = True
@@ -405,21 +416,13 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         states, groups = dict(state["state"]), state["param_groups"]
         elementwise = self.partition == "element"
         check_states(states, self._sharded.table, self.optimizer_class, elementwise)
-        install(self._sharded, self._normalised(states, groups))
+        install(self._sharded, normalised(self.optim, states, groups))
         super().__setstate__({"state": defaultdict(dict), "param_groups": groups})
         self._sharded.local.pull(groups)
         self._sharded.local.push(groups)
         self._settings.loaded(state["state"])
         self._consolidated = None
         self._has_state = True
-
-    def _normalised(self, states: dict[torch.Tensor, Any], groups: list[dict[str, Any]]) -> dict[torch.Tensor, Any]:
-        """The states and groups as the class's own `__setstate__` brings old ones up to date."""
-        # Without its constructor, which would make new state. It shares the options of the optimizer that is really run.
-        alone = self.optimizer_class.__new__(self.optimizer_class)
-        alone.__dict__.update(self.optim.__dict__)
-        alone.__setstate__({"state": defaultdict(dict, states), "param_groups": groups})
-        return {param: state for param, state in alone.state.items() if state}
 
     def __getstate__(self) -> dict[str, Any]:
         raise StateError(
@@ -474,14 +477,3 @@ def _evaluate(closure: Any) -> Any:
         return None
     with torch.enable_grad():
         return closure()
-
-
-def _placement(shared: bool, as_views: bool, choice: PartitionChoice, world: int) -> Placement:
-    if shared and world > 1 and choice.partition != "element":
-        raise ConfigError(
-            f"shared_parameters=True needs the element partition, but this is the parameter partition ({choice.reason}). "
-            "Use shared_parameters=False."
-        )
-    if shared and world > 1:
-        return Placement.SHARED
-    return Placement.BUCKET if as_views else Placement.OWN

@@ -56,6 +56,7 @@ class CommonSettings:
         self._told: Values = ()
         self._numbered: tuple[Values, int] = ((), 0)  # the values told last, and the number made of them
         self._equal: Values | None = None  # what was last known to be equal on all ranks
+        self._used: Values = ()  # what the last update was made by, where backward steps
         self.params = frozenset(map(id, _params(optimizer)))
         self._followed = FollowedOptions(collectives, _params(optimizer)[0].device)
         self._is_under_join = False
@@ -86,13 +87,26 @@ class CommonSettings:
         self.prepare(joined)
         self._read()
         if self._values != self._equal:
-            self._collectives.agree(_OCCASION, self.settings(), self._changed())
+            changed = self._changed(self._equal or ())
+            self._collectives.agree(_OCCASION, self.settings(), f"changed here: {changed}" if changed else "")
             self._equal = self._values
 
-    def _changed(self) -> str:
-        before, now = self._in_words(self._equal or ()), self.settings()
+    def _changed(self, earlier: Values) -> str:
+        before, now = self._in_words(earlier), self._in_words(self._values)
         changed = [f"{name} from {before[name]} to {now[name]}" for name in now if before.get(name, now[name]) != now[name]]
-        return f"changed here: {'; '.join(changed[:3])}" if changed else ""
+        return "; ".join(changed[:3])
+
+    # -- where backward steps ------------------------------------------------------------------
+
+    def updated(self) -> None:
+        """A backward has made an update. What is changed from now on is for the next."""
+        self._read()
+        self._used = self._values
+
+    def changed_since_update(self) -> str:
+        """What has been changed since, in words, if anything has."""
+        self._read()
+        return self._changed(self._used)
 
     def stepped(self) -> None:
         """A step begins, whose update is not part of a backward. Every rank makes it, those that have joined as well."""

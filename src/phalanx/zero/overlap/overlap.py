@@ -26,26 +26,23 @@ import torch
 
 from ...ddp.buckets.bucket import Bucket
 from ...ddp.buckets.dense import DenseBucket
-from ...ddp.messages import torn
 from ...ddp.module import DistributedDataParallel
 from ...ddp.reducer import AllReduce, HookStrategy, Listener, Reducer, Strategy
 from ...ddp.wrappers import known_wrappers, listen
 from ...errors import ConfigError, MismatchError, ReductionError
-from ...plan import BucketCaps, BucketPlan, build_plan
-from ...plan.buckets import DEFAULT_CAP_BYTES
-from ..partition.element import ElementPartition, NumberedPlan, Placement, numbered_plans
+from ..partition.element import ElementPartition, NumberedPlan, Placement
 from ..partition.kinds import Kind
 from ..partition.param_table import ParamTable
+from ..partition.update import UNCONFIRMED, Update
 from ..state.sharded_optimizer import ShardedOptimizer
 from .gradient_shards import GradientShards
 from .reduce_scatter import ReduceScatter
 from .scattered_gradient import ScatteredGradient
+from .used_gradients import UsedGradients
+from .wrapper_plans import check_wrapper, plans_of_wrapper, wider_plan
 
 # On a hook that does what happens without it, so that the reduction that scatters may take its place.
 REPLACEABLE = "_phalanx_replaceable"
-
-# However large the model: beyond this, what overlaps with backward saves more than fewer collectives do.
-_MOST_BUCKET_BYTES = 256 * 1024 * 1024
 
 # The optimizer that a reducer works for. The latest wins; an earlier one says so when it is used.
 # Weak on both sides: an engagement knows its reducer, so a strong value would keep its own key alive.
@@ -53,23 +50,21 @@ _latest: weakref.WeakKeyDictionary[Reducer, weakref.ref[Overlap]] = weakref.Weak
 
 
 class Engagement(enum.Enum):
-    """What an optimizer has to do with its wrapper.
+    """What an optimizer has to do with its wrapper. What becomes of each update: `partition/update.py`.
 
     DETACHED    no wrapper reduces its parameters
     OBSERVING   a wrapper does, by a plan that state and parameters are not divided by yet
     READY       state and parameters are divided by the wrapper's plan
-    UPDATING    some buckets have been stepped in the backward under way, others have not
-    TORN        such a backward raised: the parameters are between two steps, for good
+    RETIRED     no wrapper ever will again
 
-    DETACHED -> OBSERVING -> READY <-> UPDATING -> TORN; a new plan or wrapper: READY -> OBSERVING;
-    another optimizer for the wrapper, or retired: any -> DETACHED
+    DETACHED -> OBSERVING -> READY; a new plan or wrapper: READY -> OBSERVING;
+    another optimizer for the wrapper: any -> DETACHED
     """
 
     DETACHED = enum.auto()
     OBSERVING = enum.auto()
     READY = enum.auto()
-    UPDATING = enum.auto()
-    TORN = enum.auto()
+    RETIRED = enum.auto()
 
 
 class Overlap(Listener):
@@ -88,18 +83,13 @@ class Overlap(Listener):
         self.sharded = sharded
         self.stage = stage
         self.in_backward = step_in_backward
-        self.num_updates = 0
         self._bracket = update
         self._arguments: dict[str, Any] = {}
         self.state = Engagement.DETACHED
-        # Whether `step()` has been called since the last update: then gradients left there are left on purpose.
-        self.confirmed = False
-        # Gradients that were whole when the last backward ended, and used in its update, with their versions.
-        self._used: list[tuple[torch.Tensor, weakref.ref[torch.Tensor], int]] = []
+        self._used = UsedGradients()
         self._wrapper: weakref.ref[DistributedDataParallel] | None = None
         self._scatter: ReduceScatter | None = None
         self.gradient_shards: GradientShards | None = None
-        self._is_retired = False
         for wrapper in known_wrappers():
             if self._wrapper is None:
                 self.consider(wrapper)
@@ -147,7 +137,7 @@ class Overlap(Listener):
         wrapper = self.wrapper
         if wrapper is not None and self in wrapper.reducer.listeners:
             self._leave(wrapper.reducer)
-        self._wrapper, self._is_retired, self.state = None, True, Engagement.DETACHED
+        self._wrapper, self.state = None, Engagement.RETIRED
 
     def _leave(self, reducer: Reducer) -> None:
         """Hear of no more passes. Whoever comes next finds whole means, unless it has them scattered again."""
@@ -159,10 +149,10 @@ class Overlap(Listener):
     def consider(self, wrapper: DistributedDataParallel) -> None:
         """Join `wrapper` if it reduces parameters of this optimizer."""
         reducer = wrapper.reducer
-        if self._is_retired or not any(param in self.sharded.table.index_of for param in reducer.params):
+        if self.state is Engagement.RETIRED or not any(param in self.sharded.table.index_of for param in reducer.params):
             return
         wrapper.follow_moved_parameters()  # a plan of another dtype would be divided by
-        self._check(wrapper, reducer)
+        check_wrapper(wrapper, self.sharded, self.stage)
         earlier = _user_of(reducer)
         if earlier is not None:
             earlier._leave(reducer)  # which is not to keep it alive either
@@ -180,39 +170,7 @@ class Overlap(Listener):
         """Scatter from the next backward on, or if that is to be observed, from the one after it."""
         assert self._scatter is not None, "there is a reduction to install"
         strategy: Strategy = self._scatter if reducer.settled else AllReduce(reducer.collectives)
-        reducer.use(strategy, self._wider(wrapper, reducer))
-
-    def _wider(self, wrapper: DistributedDataParallel, reducer: Reducer) -> BucketPlan | None:
-        """The plan with fewer, larger buckets, where nobody asked for a size; None to keep the plan.
-
-        A scattered bucket costs three collectives where a plain one costs one. In the second stage large buckets
-        would cost the memory that it is to save. On a device the caps stay torch's: what is worthwhile was measured on CPUs.
-        """
-        if wrapper.caps_are_given or self.stage == 2 or reducer.choose_buckets is not None or reducer.on_device:
-            return None
-        plan = reducer.plan
-        total = sum(bucket.num_bytes for bucket in plan.buckets)
-        even = -(-total // reducer.collectives.worthwhile_buckets)
-        cap = max(DEFAULT_CAP_BYTES, min(even, _MOST_BUCKET_BYTES))
-        return build_plan(plan.specs, BucketCaps((cap,)), plan.order)
-
-    def _check(self, wrapper: DistributedDataParallel, reducer: Reducer) -> None:
-        mine, theirs = self.sharded.collectives.group, wrapper.process_group
-        if mine is not theirs:
-            raise ConfigError(
-                "overlap_with_ddp=True needs the optimizer and DistributedDataParallel on the same process group. "
-                "Give both the same process_group."
-            )
-        if self.sharded.choice.partition == "element" and any(bucket.sparse for bucket in reducer.plan.buckets):
-            names = [reducer.plan.specs[b.slots[0].param].name for b in reducer.plan.buckets if b.sparse]
-            raise ConfigError(
-                f"'{names[0]}' has sparse gradients, which cannot be scattered. Use Embedding(sparse=False), or "
-                'partition="parameter".'
-            )
-        if self.stage == 2 and wrapper.gradient_as_bucket_view:
-            raise ConfigError(
-                "stage=2 frees gradients and gradient_as_bucket_view=True keeps memory for all of them. Use one of the two."
-            )
+        reducer.use(strategy, wider_plan(wrapper) if self.stage == 1 else None)
 
     # -- the partition -------------------------------------------------------------------------
 
@@ -264,6 +222,12 @@ class Overlap(Listener):
             self.gradient_shards = GradientShards(sharded, sharded.partition.shards_of[0], buckets, self.scatter)
             self.gradient_shards.restore()
 
+    def _make_plans(self, table: ParamTable) -> list[NumberedPlan]:
+        # Not bound to the wrapper, which nobody here keeps alive.
+        wrapper = self.wrapper
+        assert wrapper is not None and wrapper.reducer is self.reducer, "divided for a wrapper that is there"
+        return plans_of_wrapper(wrapper, table)
+
     @contextmanager
     def regrouping(self) -> Iterator[None]:
         """Around a change of the optimizer's groups, which makes its partition anew. Every rank is here."""
@@ -278,41 +242,14 @@ class Overlap(Listener):
         finally:
             self.catch_up()
 
-    def _make_plans(self, table: ParamTable) -> list[NumberedPlan]:
-        reducer = self.reducer
-        for param, spec in zip(reducer.params, reducer.plan.specs, strict=True):
-            if param not in table.index_of:
-                raise ConfigError(
-                    f"DistributedDataParallel reduces '{spec.name}', which is not among this optimizer's parameters: with "
-                    "overlap_with_ddp=True nobody would get its whole gradient. Give the optimizer all parameters, or "
-                    "use overlap_with_ddp=False."
-                )
-        numbers = tuple(table.index_of[param] for param in reducer.params)
-        rest = sorted(set(range(len(table.params))) - set(numbers))
-        known = self.wrapper.known_parameters() if self.wrapper is not None else set()
-        for number in rest:
-            # Not one that the wrapper was told to ignore either: backward steps what it reduces, and nothing else.
-            if table.params[number].requires_grad and id(table.params[number]) not in known:
-                raise ConfigError(
-                    f"{table.names[number]} is not reduced by DistributedDataParallel: with overlap_with_ddp=True "
-                    "nobody would step it. Leave it to another optimizer, or use overlap_with_ddp=False."
-                )
-        return [NumberedPlan(reducer.plan, numbers), *numbered_plans(table, rest)]
-
     # -- a pass --------------------------------------------------------------------------------
 
     @torch.no_grad()
     def pass_began(self, joined: bool) -> None:
-        if self.state is Engagement.TORN:
-            error = torn(f"rank {self.sharded.collectives.rank}")
-            # The others may wait for collectives that this rank will never join.
-            self.sharded.collectives.board.post_error(error)
-            raise error
-        for param, seen, version in self._used:
-            grad = seen()
-            if grad is not None and param.grad is grad and grad._version == version:
-                self._refuse_second_use()
-        self._used = []
+        self.sharded.refuse_torn()
+        if self._used.are_there():
+            self._refuse_second_use()
+        self._used.forget()
         if not self.scatters:
             return
         if self.reducer.elsewhere is not None:
@@ -333,15 +270,16 @@ class Overlap(Listener):
             self._update(bucket.index)
 
     def pass_failed(self) -> None:
-        if self.state is Engagement.UPDATING:
+        if self.update.is_under_way:
             # Not told to the others yet: a first note is taken for the cause, and that is what the user gets now.
-            self.state = Engagement.TORN
+            self.update.raised()
         elif self.gradient_shards is not None:
             self.gradient_shards.give_up()
 
     def _refuse_second_use(self) -> None:
         """A backward adds to gradients of the last one. Its update is made, and cannot be joined with this one's."""
-        if self.in_backward and self.num_updates and not self.confirmed:
+        # After a call of `step()`, gradients left there are left on purpose.
+        if self.update.state is UNCONFIRMED:
             raise ReductionError(
                 "the gradients of the last backward, which made an update, have not been zeroed, nor has step() been called "
                 "since: this backward would make another update from their sum. Call zero_grad() before each update's "
@@ -361,16 +299,18 @@ class Overlap(Listener):
 
     # -- updates -------------------------------------------------------------------------------
 
-    def _open(self) -> None:
-        if self.state is not Engagement.UPDATING:
-            self._arguments = self._bracket(True)
-            self.state = Engagement.UPDATING
+    @property
+    def update(self) -> Update:
+        """What has become of the latest update."""
+        return self.sharded.update
 
     def _update(self, index: int) -> None:
         """Step one bucket, in the midst of backward, and send it off."""
         partition = self.sharded.partition
         assert isinstance(partition, ElementPartition), "only elements are stepped bucket by bucket"
-        self._open()
+        if not self.update.is_under_way:
+            self._arguments = self._bracket(True)
+            self.update.begin()
         shard = partition.shards_of[0][index]
         shard.refresh()
         partition.update(shard, self.sharded.local, self._arguments)
@@ -381,16 +321,15 @@ class Overlap(Listener):
         try:
             self._finish_pass()
         except BaseException:
-            if self.state is Engagement.UPDATING:
-                # Of what listeners raise when a pass has ended, nobody is told that the pass failed.
-                self.state = Engagement.TORN
+            self.update.raised()  # of what listeners raise when a pass has ended, nobody is told that the pass failed
             raise
 
     def _finish_pass(self) -> None:
         if self.gradient_shards is not None:
             self.gradient_shards.mark_given(self.reducer.buckets)
-        if self.state is Engagement.UPDATING and isinstance(self.sharded.partition, ElementPartition):
+        if self.update.is_under_way and isinstance(self.sharded.partition, ElementPartition):
             self.sharded.partition.gathering.finish()
+            self.update.end()
             if self.stage == 2 and not self.scatters:
                 self._forget_gradients()  # whole means, which a user's hook has left
             self._close()
@@ -403,15 +342,12 @@ class Overlap(Listener):
         if self.gradient_shards is not None and whole:
             self.gradient_shards.absorb()
         if self.in_backward:
-            self._open()
-            self._step_everything(self._arguments)
+            self._step_everything(self._bracket(True))
             self._forget_gradients()
             self._close()
 
     def _close(self) -> None:
-        self.state = Engagement.READY
-        self.confirmed = False
-        self.num_updates += 1
+        self.update.made_in_backward()
         self._bracket(False)
 
     def _forget_gradients(self) -> None:
@@ -422,8 +358,8 @@ class Overlap(Listener):
         for param in self.sharded.table.params:
             if self.stage == 2:
                 param.grad = None
-            elif param.grad is not None:
-                self._used.append((param, weakref.ref(param.grad), param.grad._version))
+            else:
+                self._used.note(param)
 
     @torch.no_grad()
     def step(self, arguments: dict[str, Any]) -> None:
@@ -439,6 +375,7 @@ class Overlap(Listener):
             return
         gradients.arm()
         partition.prepare()
+        self.update.begin()
         for shards in partition.shards_of:
             for shard in shards:
                 if shard.is_due():
@@ -447,6 +384,7 @@ class Overlap(Listener):
                         shard.take_gradients()
                     partition.update(shard, self.sharded.local, arguments)
         partition.gathering.finish()
+        self.update.end()
 
     def refuse_unreduced(self) -> None:
         """Raise if gradients have been accumulated that no backward has reduced."""

@@ -75,7 +75,8 @@ class ReduceScatter(Mean):
         alike = [b for b in self._reducer.plan.buckets if (b.dtype, b.device) == kind]
         if (dtype, device) not in self._shared:
             most = max(self._padded(bucket.numel) for bucket in alike)
-            count = min(LAGS[2] + 1, len(alike))
+            # A bucket is packed when the one `lag` before it has been given out, on every rank: its memory is free then.
+            count = min(LAGS[2], len(alike))
             self._shared[dtype, device] = [self.collectives.allocate(most, dtype, device) for _ in range(count)]
         turn = sum(bucket.index < index for bucket in alike) % len(self._shared[dtype, device])
         return self._shared[dtype, device][turn][:padded]

@@ -8,12 +8,14 @@ collectives inside it rely on, and the loss that rank 0 decides by is the mean o
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
 from ...comm.collectives import Collectives
 from .local import LocalOptimizer
+from .update import Update
 
 _EVALUATE, _DONE = 1, 0
 
@@ -30,20 +32,21 @@ class CoupledStep:
 
     def run(self, local: LocalOptimizer, closure: Callable[[], Any], arguments: dict[str, Any]) -> Any:
         """Every rank calls it. Returns the first loss, averaged, as the optimizer itself returns it."""
+        evaluate = partial(self._evaluate, closure, local.update)
         if self._collectives.rank == 0:
-            result = local.step_all(closure=lambda: self._lead(closure), **arguments)
+            result = local.step_all(closure=lambda: self._lead(evaluate), **arguments)
             # The others wait in `_tell` for the next evaluation; without this they would wait for ever.
             self._tell(_DONE)
             return result
         first = None
         while self._tell(_DONE) == _EVALUATE:
-            loss = self._evaluate(closure)
+            loss = evaluate()
             first = loss if first is None else first
         return first
 
-    def _lead(self, closure: Callable[[], Any]) -> Any:
+    def _lead(self, evaluate: Callable[[], Any]) -> Any:
         self._tell(_EVALUATE)
-        return self._evaluate(closure)
+        return evaluate()
 
     def _tell(self, command: int) -> int:
         """What rank 0 wants; the other ranks' `command` is ignored."""
@@ -52,14 +55,17 @@ class CoupledStep:
         self._collectives.wait(work, "following rank 0 through a step with a closure")
         return int(message.item())
 
-    def _evaluate(self, closure: Callable[[], Any]) -> Any:
+    def _evaluate(self, closure: Callable[[], Any], update: Update) -> Any:
         # Rank 0 has moved the parameters since the last evaluation; the others must evaluate at the same point.
         self._share()
+        if update.is_under_way:
+            update.end()
         with torch.enable_grad():
             loss = closure()
         # In double precision the sum of equal losses, and its quotient, are exact.
         total = torch.as_tensor(loss, device=self._device).detach().to(dtype=torch.float64).reshape(1).clone()
         self._collectives.wait(self._collectives.all_reduce(total), "averaging the loss of a closure")
+        update.begin()
         mean = total / self._collectives.world
         # Of the type and dtype that the closure gave: the optimizer compares losses with its own tolerances.
         if isinstance(loss, torch.Tensor):

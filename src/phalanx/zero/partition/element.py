@@ -124,17 +124,22 @@ class ElementPartition(Partition):
             self.prepare()
             if local.stepper is not None:
                 local.stepper.begin(self.shards, arguments)
-            for shard in self.shards:
-                if shard.is_due():
-                    shard.refresh()
-                    shard.take_gradients()
-                    self.update(shard, local, arguments)
-                    # At once: slices are views of `.grad`, and would keep its memory alive beyond zero_grad().
-                    shard.drop_gradients()
+            due = [shard for shard in self.shards if shard.is_due()]
+            # All before the first is stepped: what cannot be stepped is refused while nothing has changed.
+            for shard in due:
+                shard.refresh()
+                shard.check_gradients()
+            local.update.begin()
+            for shard in due:
+                shard.take_gradients()
+                self.update(shard, local, arguments)
+                # At once: slices are views of `.grad`, and would keep its memory alive beyond zero_grad().
+                shard.drop_gradients()
             if local.stepper is not None:
                 local.stepper.end()
             # Before this returns, parts of the parameters are still the old ones: nobody may compute with them.
             self.gathering.finish()
+            local.update.end()
         return loss
 
     def prepare(self) -> None:

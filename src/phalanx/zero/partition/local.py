@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from .stepper import Stepper
+from .update import Update
 
 
 class LocalOptimizer:
@@ -32,6 +33,8 @@ class LocalOptimizer:
         self._params = [list(params) for params in params_by_group]
         # Who steps shards piece by piece in its stead. Here, as this object stays when the partition is made anew.
         self.stepper: Stepper | None = None
+        # What has become of the latest step, for the same reason.
+        self.update = Update()
         self.push(groups)
 
     def pull(self, groups: Sequence[dict[str, Any]]) -> None:

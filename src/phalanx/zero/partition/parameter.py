@@ -20,6 +20,7 @@ from .local import LocalOptimizer
 from .param_table import ParamTable
 from .partition import OwnedTensor, Partition
 from .storage import ParameterStorage
+from .update import Update
 
 # A broadcast has a fixed cost, so smaller parameters are copied into one buffer with others of their owner; larger ones
 # travel from where they lie. The second bounds that buffer, which stays allocated as long as the partition.
@@ -125,28 +126,35 @@ class ParameterPartition(Partition):
             together = CoupledStep(self.collectives, device, self.share)
             result = together.run(local, closure, arguments)
         else:
-            if closure is not None:
-                arguments = {**arguments, "closure": self._synchronised(closure)}
+            if closure is None:
+                local.update.begin()
+            else:
+                arguments = {**arguments, "closure": self._synchronised(closure, local.update)}
             started_ns = trace.now_ns()
             result = local.step_all(**arguments)
             if trace.recorder is not None:
                 trace.recorder.span(trace.OPTIMIZER, started_ns, trace.now_ns())
         self.share()
+        # Not begun by a class that takes no notice of its closure.
+        if local.update.is_under_way:
+            local.update.end()
         return result
 
-    def _synchronised(self, closure: Any) -> Any:
+    def _synchronised(self, closure: Any, update: Update) -> Any:
         """The closure for an optimizer that may call it again after changing this rank's parameters."""
         if not callable(closure):
+            update.begin()
             return closure
-        calls = 0
 
         def evaluate() -> Any:
-            nonlocal calls
-            calls += 1
             # At the first call parameters are still equal everywhere; later the optimizer has moved the owned ones.
-            if calls > 1:
+            if update.is_under_way:
                 self.share()
-            return closure()
+                update.end()
+            # What a closure raises leaves parameters whole, as with the plain optimizer.
+            result = closure()
+            update.begin()
+            return result
 
         return evaluate
 

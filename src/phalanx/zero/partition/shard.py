@@ -172,6 +172,16 @@ class Shard:
         if self._versions is not None:
             self.remember_writes()
 
+    def check_gradients(self) -> None:
+        """Refuse gradients that cannot be cut, before anything is stepped."""
+        for storage in self.storages.values():
+            grad = storage.param.grad
+            if grad is not None and grad.layout != torch.strided:
+                raise ReductionError(
+                    f"{storage.spec.name} has a {grad.layout} gradient, which cannot be cut into slices. Use a layer with "
+                    'dense gradients (Embedding(sparse=False)), or partition="parameter".'
+                )
+
     def take_gradients(self) -> None:
         """Give every slice its part of its parameter's `.grad`, or none."""
         latest: ParameterStorage | None = None
@@ -242,11 +252,4 @@ class Shard:
 
 def _flat_gradient(storage: ParameterStorage) -> torch.Tensor | None:
     grad = storage.param.grad
-    if grad is None:
-        return None
-    if grad.layout != torch.strided:
-        raise ReductionError(
-            f"{storage.spec.name} has a {grad.layout} gradient, which cannot be cut into slices. Use a layer with "
-            'dense gradients (Embedding(sparse=False)), or partition="parameter".'
-        )
-    return flatten(grad.detach(), storage.spec)
+    return None if grad is None else flatten(grad.detach(), storage.spec)

@@ -5,8 +5,8 @@
     bucket    part of the bucket's buffer, which `param.data` then is a view of     once, at the start
     copy      a dense copy, for a parameter with gaps or overlaps in its memory     before and after each step
 
-Users may give a parameter other memory at any time (`param.data = …`, `module.to(…)`), so the address is
-compared before every use. Must not know who owns which elements.
+Users may give a parameter other memory at any time (`param.data = …`, `module.to(…)`), or the same in another order
+(`param.data = param.data.t()`), so address and strides are compared before every use. Must not know who owns which elements.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class ParameterStorage:
         self.param = param
         self.spec = spec
         self._memory = memory
-        self._address = -1
+        self._place: tuple[int, tuple[int, ...]] = (-1, ())  # address and strides
         self.is_copy = False
         self.flat = torch.empty(0)
         self._settle()
@@ -55,7 +55,8 @@ class ParameterStorage:
             view = unflatten(self._memory, self.spec)
             # What the parameter holds now is taken along: users load weights by giving it other memory.
             if data.data_ptr() != view.data_ptr() or data.stride() != view.stride():
-                view.copy_(data)
+                # Through a copy: it may be the same memory in another order.
+                view.copy_(data.clone() if data.data_ptr() == view.data_ptr() else data)
                 self.param.data = view
             self.flat = self._memory
         elif data.stride() == self.spec.stride or data.numel() <= 1:
@@ -64,13 +65,13 @@ class ParameterStorage:
             # Filled by `refresh` before each use. The parameter's own memory stays its users' to look at.
             self.is_copy = True
             self.flat = torch.empty(self.spec.numel, dtype=data.dtype, device=data.device)
-        self._address = self.param.data_ptr()
+        self._place = (self.param.data_ptr(), self.param.stride())
 
     @property
     def has_moved(self) -> bool:
-        """Whether the parameter has been given other memory."""
-        # By address: other values in the same memory need no notice, `flat` shows them.
-        return self.param.data_ptr() != self._address
+        """Whether the parameter has been given other memory, or the same in another order."""
+        # By place: other values in the same memory need no notice, `flat` shows them.
+        return (self.param.data_ptr(), self.param.stride()) != self._place
 
     def refresh(self) -> bool:
         """Make `flat` hold the parameter's values now; true if it is another tensor than before."""

@@ -5,6 +5,7 @@ Must not know of process groups: every rank cuts its own part out of the same wh
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -100,6 +101,17 @@ def _check_shapes(state: Mapping[str, Any], spec: ParamSpec, name: str) -> None:
                 f"{name}: its state '{key}' has shape {tuple(value.shape)}, the parameter {spec.shape}. "
                 "The state was saved from another model, or is truncated."
             )
+
+
+def normalised(
+    optimizer: torch.optim.Optimizer, states: Mapping[torch.Tensor, Any], groups: list[dict[str, Any]]
+) -> dict[torch.Tensor, Any]:
+    """The states, and the groups themselves, as the optimizer's own `__setstate__` brings old ones up to date."""
+    # Without its constructor, which would make new state. It shares the options of the optimizer that is really run.
+    alone = type(optimizer).__new__(type(optimizer))
+    alone.__dict__.update(optimizer.__dict__)
+    alone.__setstate__({"state": defaultdict(dict, states), "param_groups": groups})
+    return {param: state for param, state in alone.state.items() if state}
 
 
 def install(sharded: ShardedOptimizer, states: Mapping[torch.Tensor, Any]) -> None:

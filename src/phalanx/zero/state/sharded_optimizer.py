@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ...comm.collectives import Collectives
+from ...ddp.messages import torn
 from ...plan.shards import OwnedRange
 from ..partition.element import ElementPartition, NumberedPlan, Placement, numbered_plans
 from ..partition.kinds import Kind, PartitionChoice
@@ -19,6 +20,7 @@ from ..partition.local import LocalOptimizer
 from ..partition.param_table import ParamTable
 from ..partition.parameter import ParameterPartition
 from ..partition.partition import Partition
+from ..partition.update import TORN, Update
 from .local_state import LocalState, whole
 from .transfer import StateTransfer, merge_trees
 from .tree import Tree
@@ -56,6 +58,18 @@ class ShardedOptimizer:
             coupled = self.choice.kind is Kind.COUPLED
             return ParameterPartition(table, self.collectives, self.placement is Placement.BUCKET, coupled)
         return ElementPartition(table, self.collectives, self.make_plans(table), self.placement)
+
+    @property
+    def update(self) -> Update:
+        """What has become of the latest update."""
+        return self.local.update
+
+    def refuse_torn(self) -> None:
+        """Raise if an update raised midway. The others, who may wait for this rank, are told."""
+        if self.update.state is TORN:
+            error = torn(f"rank {self.collectives.rank}")
+            self.collectives.board.post_error(error)
+            raise error
 
     # -- other parameters, another plan --------------------------------------------------------
 
