@@ -16,6 +16,13 @@ OPTIMIZER = "src/phalanx/zero/optimizer.py"
 
 MUTATIONS = (
     Mutation(
+        name="optimizer: options that a closure changes are lost",
+        file=OPTIMIZER,
+        old="            closure = self._followed(closure)\n",
+        new="            closure = closure\n",
+        tests="tests/zero/test_usage.py",
+    ),
+    Mutation(
         name="overlap: backward returns before all parameters have arrived",
         file=OVERLAP,
         old="            self.sharded.partition.gathering.finish()\n            if self.stage == 2",

@@ -7,7 +7,7 @@ moved, saved and loaded in `state/`, and `overlap/` joins it to backward.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -209,6 +209,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         # A state collected earlier is outdated from here on, even if the step raises.
         sharded.local.pull(self.param_groups)
         self._consolidated = None
+        if callable(closure):
+            closure = self._followed(closure)
         if self._overlap is None:
             result = sharded.partition.step(sharded.local, closure, kwargs)
         else:
@@ -220,6 +222,17 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         if self.stage == 2:
             self.zero_grad()
         return result
+
+    def _followed(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """The closure; options that it changes count for the step that evaluates it, as with the plain optimizer."""
+
+        def evaluate() -> Any:
+            loss = closure()
+            # Else the step would use the old ones, and `push` would even take the user's change back.
+            self._sharded.local.pull(self.param_groups)
+            return loss
+
+        return evaluate
 
     def _confirm_update(self, overlap: Overlap, closure: Any, kwargs: dict[str, Any]) -> Any:
         """`step` where backward steps: raises if it cannot have done what is asked for."""
