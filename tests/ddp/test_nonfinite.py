@@ -68,6 +68,27 @@ def test_who_has_a_bad_gradient_of_what_is_told_on_every_rank(action: str, poiso
         assert said.count("step 2") == 1 and ("step 3" in said) == (action == "warn"), "skipped, it is over"
 
 
+def raise_in_one_of_two(rank: int, world: int) -> None:
+    """Both wrappers have bad gradients in one backward, of which the first to see them tells."""
+    first, second = _wrapped(on_nonfinite="raise"), phalanx.DistributedDataParallel(nn.Linear(4, 4), on_nonfinite="raise")
+    for step in range(3):
+        factor = float("inf") if step == 1 and rank == 1 else 1.0
+        for wrapped in (first, second):
+            wrapped.zero_grad()
+        loss = second(first(torch.ones(2, 8))).square().mean() * factor
+        if step == 1:
+            with pytest.raises(ReductionError, match=r"\(rank 1: '"):
+                loss.backward()
+            continue
+        loss.backward()
+        assert all(bool(p.grad.isfinite().all()) for wrapped in (first, second) for p in wrapped.parameters())
+
+
+@pytest.mark.parametrize("backend", ["gloo", "phalanx"])
+def test_a_bad_backward_of_two_wrappers_is_told_of_once(backend: str) -> None:
+    run_ranks(2, raise_in_one_of_two, backend=backend)
+
+
 def test_ignored_nobody_looks() -> None:
     for said, had in run_ranks(2, found, "ignore", float("nan"), False, backend="phalanx"):
         assert said == "" and all(had)

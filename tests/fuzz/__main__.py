@@ -9,12 +9,12 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
-from tests.fuzz.draw import draw
 from tests.fuzz.program import Program
 from tests.fuzz.runner import Failure, Runner
 from tests.fuzz.script import script_of
 from tests.fuzz.shrink import shrink
 from tests.fuzz.traits import words_of
+from tests.fuzz.wider import draw
 
 # Drawn together, so that programs for the same ranks and backend fill a batch.
 CHUNK = 160
@@ -76,7 +76,8 @@ def _report(failure: Failure, runner: Runner, limit_s: float) -> None:
     if limit_s <= 0:
         return
     small = shrink(failure, runner.run_one, limit_s)
-    print(f"--- shrunk to\n{small.program!r}\n{small.text[:800]}\n--- script\n{script_of(small)}\n---", flush=True)
+    print(f"--- shrunk to\n{small.program!r}\n{small.text[:800]}", flush=True)
+    print(f"--- script\n{script_of(small)}\n---", flush=True)
 
 
 if __name__ == "__main__":

@@ -12,9 +12,12 @@ from typing import Any
 
 import torch
 
-from tests.fuzz.job import Digest, Snapshot, take_snapshot
+from tests.fuzz.ledger import Ledger
+from tests.fuzz.meeting import advance
+from tests.fuzz.models import params_of
 from tests.fuzz.program import Program, routes_of
-from tests.fuzz.reference import Alone, advance
+from tests.fuzz.reference import Alone
+from tests.fuzz.snapshot import Digest, Snapshot, take_snapshot
 
 # Rounding of a few operations in each dtype, relative to the largest local gradient. Between parts all values are float32.
 ROUNDING = {
@@ -53,13 +56,24 @@ def is_exact(program: Program) -> bool:
         # A step brings parameters in buckets back to the strides they had; convolutions round by the strides of weights.
         or (program.has_sharded_state and any(getattr(event, "how", "") == "contiguous_format" for event in program.events))
         # Where gradients are divided, the mean of the second is added to the mean of the first.
-        or (program.is_overlapped and any(_has_several_backwards(event) for event in program.events))
+        or (program.is_overlapped and (_accumulates(program) or any(map(_has_several_backwards, program.events))))
     )
     return not rounds and not _adds_late(program)
 
 
 def _has_several_backwards(event: Any) -> bool:
     return type(event).__name__ == "Twice" or bool(getattr(event, "each", False) or getattr(event, "rest", False))
+
+
+def _accumulates(program: Program) -> bool:
+    """Whether a backward is reduced while a model still has the mean of an earlier one."""
+    for model in range(len(program.parts_of)):
+        ledger = Ledger(program, model)
+        for event in program.events:
+            ledger.see(event)
+            if ledger.num_reduced > 1:
+                return True
+    return False
 
 
 def _adds_late(program: Program) -> bool:
@@ -80,7 +94,8 @@ def _has_join(program: Program) -> bool:
 def tolerance(program: Program, dtype: torch.dtype) -> float:
     """Relative to the largest value that went into the mean."""
     found = ROUNDING[dtype]
-    if any(part.dtype in ("float16", "bfloat16") for part in program.parts):
+    dtypes = [one.dtype for one in (*program.parts, *program.events) if hasattr(one, "dtype")]
+    if "float16" in dtypes or "bfloat16" in dtypes:
         if _has_join(program):
             # Several steps are compared at once: what rounding made of the first one, 16 bits may round to the next value.
             found = max(found, 1e-2)
@@ -176,7 +191,7 @@ def _has_overflowed(jobs: Sequence[Alone]) -> bool:
     return not all(bool(value.detach().to_dense().isfinite().all()) for value in values)
 
 
-def judge(program: Program, trace: Sequence[Snapshot], rank: int, state: dict[str, Any] | None) -> Verdict:
+def judge(program: Program, trace: Sequence[Snapshot], rank: int, states: Sequence[dict[str, Any] | None]) -> Verdict:
     """Run the reference beside the trace of `rank`, event by event, up to the first difference."""
     jobs = [Alone(program, number) for number in range(program.ranks)]
     shared: list[tuple[bool, ...]] = []
@@ -212,8 +227,11 @@ def judge(program: Program, trace: Sequence[Snapshot], rank: int, state: dict[st
         uncertain = type(event).__name__ == "Fail" or (uncertain and not any(scales))
         shared.append((False,) * len(alike) if uncertain else alike)
         _adopt(jobs, got, alike)
-    found = None if state is None else _state_difference(program, jobs[0], state["state"])
-    return Verdict(None if found is None else Difference(-1, "state", found), tuple(shared))
+    for model, state in enumerate(states):
+        found = None if state is None else _state_difference(program, jobs[0], model, state["state"])
+        if found is not None:
+            return Verdict(Difference(-1, "state", found), tuple(shared))
+    return Verdict(None, tuple(shared))
 
 
 def _first_difference(
@@ -266,21 +284,31 @@ def _hook_difference(
     return None
 
 
-def _state_difference(program: Program, alone: Alone, got: dict[int, Any]) -> str | None:
-    want = alone.optimizer.state_dict()["state"]
+def _state_difference(program: Program, alone: Alone, model: int, got: dict[int, Any]) -> str | None:
+    optimizer = alone.optimizers[model]
+    want = optimizer.state_dict()["state"]
     if got.keys() != want.keys():
         return f"the optimizer has state for parameters {sorted(got)}, the plain one for {sorted(want)}"
+    fed_by = {id(param): size for param, size in zip(alone.params, alone.largest, strict=True)}
+    params = params_of(optimizer)
     for number, states in want.items():
         for key, wanted in states.items():
-            value = got[number].get(key, 0)
-            if isinstance(wanted, torch.Tensor):
-                fed = alone.largest[number] ** (2 if key in SQUARES else 1)
-                found = differs(value, wanted, program, max(_largest(wanted), fed), is_exact(program))
-            else:
-                found = None if value == wanted else f"is {value!r}, expected {wanted!r}"
+            largest = fed_by.get(id(params[number]), 0.0) ** (2 if key in SQUARES else 1)
+            found = _value_difference(program, got[number].get(key, 0), wanted, largest)
             if found is not None:
                 return f"the optimizer's {key} of parameter {number} {found}"
     return None
+
+
+def _value_difference(program: Program, value: Any, wanted: Any, fed: float) -> str | None:
+    if isinstance(wanted, torch.Tensor):
+        return differs(value, wanted, program, max(_largest(wanted), fed), is_exact(program))
+    if isinstance(wanted, list):
+        if len(value) != len(wanted):
+            return f"has {len(value)} values, expected {len(wanted)}"
+        pairs = zip(value, wanted, strict=True)
+        return next((found for one, other in pairs if (found := _value_difference(program, one, other, fed))), None)
+    return None if value == wanted else f"is {value!r}, expected {wanted!r}"
 
 
 def _largest(values: torch.Tensor) -> float:

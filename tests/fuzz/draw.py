@@ -27,16 +27,13 @@ WEIGHTS = (
 FORMS = ("two_forwards", "each", "twice", "partial", "penalty", "hidden", "inner")
 
 
-def draw(seed: int) -> Program:
-    """The program of this seed, always the same."""
-    return _Draw(seed).program()
-
-
 # Kinds of programs whose backwards do not reach every parameter.
 LEAVES_SOME_OUT = {"unused", "experts", "freeze", "partial", "penalty", "inner"}
 
 
-class _Draw(Traits):
+class Draw(Traits):
+    """One program, drawn."""
+
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
         self.data = 0
@@ -115,18 +112,25 @@ class _Draw(Traits):
     # -- the steps -----------------------------------------------------------------------------
 
     def program(self) -> Program:
-        events: list[Any] = []
-        if "listen" in self.kinds and self.often(0.5):
-            events.append(ev.Listen(self.chance.choice((1, 2, 3)), self.often(0.3, "scale")))
+        events = self.begin()
         for step in range(self.num_steps):
             events += self.draw_poison(step)
             events += self.draw_around(step)
             events += self.draw_step(step, events)
+        return self.program_of(events).but(backend=self.chance.choice(("gloo", "phalanx")))
+
+    def begin(self) -> list[Any]:
+        """What happens before the first step."""
+        if "listen" in self.kinds and self.often(0.5):
+            return [ev.Listen(self.chance.choice((1, 2, 3)), self.often(0.3, "scale"))]
+        return []
+
+    def program_of(self, events: Sequence[Any]) -> Program:
         options = {name: value for name, value in self.options.items() if value not in (None, False)}
         return Program(
             seed=self.seed,
             ranks=self.ranks,
-            backend=self.chance.choice(("gloo", "phalanx")),
+            backend="gloo",
             parts=self.parts,
             events=tuple(events),
             mode=self.mode,

@@ -1,171 +1,65 @@
 """What may happen in a program. Each event is a value with a `run`, the same for the ranks and for the reference.
 
 `run` is a generator: in the reference it stops wherever ranks have to meet (`reference.py`); on the ranks it never does.
-What a job is: `job.py`. First the ways to a gradient, then everything that happens around them.
+What a job is: `job.py`. The ways to a gradient are in `passes.py`; here is everything that happens around them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from tests.fuzz.passes import (
+    EVERY_RANK,
+    Apart,
+    Backward,
+    Closure,
+    Fail,
+    Hidden,
+    Inner,
+    Join,
+    Partial,
+    Pass,
+    Penalty,
+    Poison,
+    Run,
+    Twice,
+    TwoForwards,
+    loss_of,
+)
 from tests.fuzz.program import Call, Route, Value
 
-Run = Iterator[Any]
-EVERY_RANK = -1
-
-
-def loss_of(out: Any) -> torch.Tensor:
-    """A loss of whatever the model returned."""
-    if isinstance(out, torch.distributions.Distribution):
-        return -out.log_prob(torch.ones(())).float().sum()
-    return out.to(torch.promote_types(out.dtype, torch.float32)).square().sum()
-
-
-@dataclass(frozen=True, repr=False)
-class Pass(Value):
-    """One forward and its backward. `routes` has one route for all ranks, or one per rank; so has `weights`."""
-
-    data: int
-    routes: tuple[Route, ...]
-    sync: bool = True
-    weights: tuple[float, ...] | None = None
-
-    def route(self, job: Any) -> Route:
-        return self.routes[job.rank % len(self.routes)]
-
-    def out(self, job: Any, data: int | None = None, **how: Any) -> Any:
-        call = Call(self.route(job), **how)
-        return (yield from job.forward(call, self.data if data is None else data, self.sync))
-
-    def back(self, job: Any, loss: torch.Tensor, retain: bool = False) -> Run:
-        weight = None if self.weights is None else self.weights[job.rank % len(self.weights)]
-        yield from job.backward(loss, self.sync, weight, retain)
-
-
-@dataclass(frozen=True, repr=False)
-class Backward(Pass):
-    """The usual way. `peek` names the rank that first looks at the gradient of its input, as for a saliency map."""
-
-    peek: int | None = None
-
-    def run(self, job: Any) -> Run:
-        loss = loss_of((yield from self.out(job)))
-        if self.peek in (EVERY_RANK, job.rank):
-            torch.autograd.grad(loss, job.x, retain_graph=True)
-        yield from self.back(job, loss)
-
-
-@dataclass(frozen=True, repr=False)
-class TwoForwards(Pass):
-    """Two forwards, then one backward of the sum, or `each` its own."""
-
-    each: bool = False
-
-    def run(self, job: Any) -> Run:
-        first = loss_of((yield from self.out(job)))
-        second = loss_of((yield from self.out(job, self.data + 500)))
-        if not self.each:
-            yield from self.back(job, first + second)
-            return
-        yield from self.back(job, first)
-        yield from self.back(job, second)
-
-
-@dataclass(frozen=True, repr=False)
-class Twice(Pass):
-    """Two backwards of one retained graph."""
-
-    def run(self, job: Any) -> Run:
-        loss = loss_of((yield from self.out(job)))
-        yield from self.back(job, loss, retain=True)
-        yield from self.back(job, loss)
-
-
-@dataclass(frozen=True, repr=False)
-class Partial(Pass):
-    """The loss is made of what the first half of the route gave; with `rest`, the other half has a backward later."""
-
-    rest: bool = False
-
-    def run(self, job: Any) -> Run:
-        out = yield from self.out(job, returns="both")
-        yield from self.back(job, loss_of(out["half"][0]), retain=self.rest)
-        if self.rest:
-            yield from self.back(job, loss_of(out["all"]))
-
-
-@dataclass(frozen=True, repr=False)
-class Penalty(Pass):
-    """A gradient penalty: the gradient of the output with respect to the input, with a backward through that."""
-
-    alone: bool = True
-
-    def run(self, job: Any) -> Run:
-        loss = loss_of((yield from self.out(job)))
-        (grad,) = torch.autograd.grad(loss, job.x, create_graph=True)
-        penalty = (grad.square().sum(1) - 1).square().sum()  # no root, whose slope at zero is infinite
-        yield from self.back(job, penalty if self.alone else loss + penalty)
-
-
-@dataclass(frozen=True, repr=False)
-class Hidden(Pass):
-    """The loss comes from what the wrapper did not see: an object, an object beside a tensor, or an attribute."""
-
-    where: str = "object"
-
-    def run(self, job: Any) -> Run:
-        out = yield from self.out(job, returns=self.where)
-        if self.where == "aux":
-            out = job.aux
-        yield from self.back(job, loss_of(out[0] if self.where == "beside" else out))
-
-
-@dataclass(frozen=True, repr=False)
-class Inner(Pass):
-    """The model runs a backward of its own inside forward; then the usual one follows, unless it is `alone`."""
-
-    alone: bool = True
-
-    def run(self, job: Any) -> Run:
-        out = yield from self.out(job, inner=True)
-        if self.alone:
-            yield from job.ran_backward(self.sync)
-        else:
-            yield from self.back(job, loss_of(out))
-
-
-@dataclass(frozen=True, repr=False)
-class Fail(Pass):
-    """A backward that raises midway on every rank, is caught, and the gradients zeroed. `apart`: on each somewhere else."""
-
-    at: int = 0
-    how: str = "none"
-    apart: bool = False
-
-    def run(self, job: Any) -> Run:
-        at = (self.at + job.rank) % len(self.route(job)) if self.apart else self.at
-        loss = loss_of((yield from self.out(job, boom=at)))
-        job.fail(loss, self.sync)
-        job.zero(self.how, "module")
-
-
-@dataclass(frozen=True, repr=False)
-class Poison(Pass):
-    """A backward with `value` as rank `victim`'s gradient of a `part` (-1: of all); whatever is left of it is zeroed."""
-
-    victim: int = 0
-    part: int = -1
-    value: str = "inf"
-
-    def run(self, job: Any) -> Run:
-        loss = loss_of((yield from self.out(job)))
-        job.poison(loss, self.victim % job.program.ranks, self.part, float(self.value))
-        job.zero("none", "module")
+__all__ = [
+    "EVERY_RANK",
+    "Apart",
+    "Backward",
+    "Closure",
+    "Dtype",
+    "Fail",
+    "Freeze",
+    "Group",
+    "Hidden",
+    "Inner",
+    "Join",
+    "Keep",
+    "Listen",
+    "Look",
+    "Partial",
+    "Pass",
+    "Penalty",
+    "Place",
+    "Poison",
+    "Rate",
+    "Reload",
+    "Retype",
+    "Step",
+    "Twice",
+    "TwoForwards",
+    "Zero",
+    "loss_of",
+]
 
 
 @dataclass(frozen=True, repr=False)
@@ -195,26 +89,28 @@ class Look(Value):
 
 @dataclass(frozen=True, repr=False)
 class Zero(Value):
-    """zero_grad, `via` the module, the wrapper or the optimizer; `how` is "none" or "zeros"."""
+    """zero_grad, `via` the module, the wrapper or the optimizer, of all models or of these; `how` is "none" or "zeros"."""
 
     how: str = "none"
     via: str = "module"
+    models: tuple[int, ...] | None = None
 
     def run(self, job: Any) -> Run:
-        job.zero(self.how, self.via)
+        job.zero(self.how, self.via, self.models)
         yield from ()
 
 
 @dataclass(frozen=True, repr=False)
 class Step(Value):
-    """An optimizer step, after clipping to `clip` if that is given."""
+    """An optimizer step, of all models or of these, after clipping to `clip` if that is given."""
 
     clip: float | None = None
+    models: tuple[int, ...] | None = None
 
     def run(self, job: Any) -> Run:
         if self.clip is not None:
-            job.clip(self.clip)
-        job.step()
+            job.clip(self.clip, self.models)
+        job.step(self.models)
         yield from ()
 
 
@@ -278,8 +174,33 @@ class Rate(Value):
     factor: float = 0.5
 
     def run(self, job: Any) -> Run:
-        for group in job.optimizer.param_groups:
-            group["lr"] *= self.factor
+        job.rate(self.factor)
+        yield from ()
+
+
+@dataclass(frozen=True, repr=False)
+class Group(Value):
+    """The optimizer gets another group: of a `part` that was held back, or (-1) of a frozen parameter of nobody's."""
+
+    part: int
+    rate: float = 0.03
+
+    def run(self, job: Any) -> Run:
+        job.add_group(self.part, self.rate)
+        yield from ()
+
+
+@dataclass(frozen=True, repr=False)
+class Dtype(Value):
+    """The model goes to another dtype and stays there; `zeroed`, without gradients."""
+
+    dtype: str = "float64"
+    zeroed: bool = False
+
+    def run(self, job: Any) -> Run:
+        if self.zeroed:
+            job.zero("none", "module")
+        job.model.to(getattr(torch, self.dtype))
         yield from ()
 
 
@@ -308,29 +229,3 @@ class Freeze(Value):
         for param in job.model.parts[self.part].parameters():
             param.requires_grad_(not self.frozen)
         yield from ()
-
-
-@dataclass(frozen=True, repr=False)
-class Join(Pass):
-    """A loop with `counts[rank]` inputs on each rank, inside torch's Join. `initial` is what the mean is divided by."""
-
-    counts: tuple[int, ...] = (1, 2)
-    initial: bool = True
-    # Parts that nobody runs after the first turn.
-    dropped: tuple[int, ...] = ()
-
-    def run(self, job: Any) -> Run:
-        mine = self.counts[job.rank % len(self.counts)]
-        with ExitStack() as stack:
-            job.enter_join(stack, self.initial)
-            for turn in range(job.turns(self.counts)):
-                if turn >= mine:
-                    yield from job.absent(self.initial)
-                    continue
-                job.zero("none", "optimizer")
-                route = tuple(use for use in self.route(job) if not (turn and use[0] in self.dropped))
-                out = yield from job.forward(Call(route), self.data + turn, True)
-                yield from job.backward(loss_of(out), True, None, False)
-                job.step()
-        yield from job.leave_join(self.counts)
-        job.zero("none", "module")

@@ -6,19 +6,17 @@
 from __future__ import annotations
 
 import warnings
-import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import phalanx
-from phalanx.comm import hooks
-from tests.fuzz.models import make_batch, make_model
-from tests.fuzz.program import OPTIMIZERS, Call, Program
+from tests.fuzz.member import Member
+from tests.fuzz.models import frozen_param, group_of, make_batch, make_model, params_of, run_models, split
+from tests.fuzz.program import Call, Program
 
 
 def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -32,86 +30,47 @@ class Wrapped:
     def __init__(self, program: Program, rank: int) -> None:
         self.program, self.rank = program, rank
         self.model = make_model(program.parts, program.seed)
-        self.start = {name: value.clone() for name, value in self.model.state_dict().items()}
         self.x = torch.empty(0)
+        self.loss = torch.empty(0)
         self.heard: list[tuple[int, torch.Tensor]] = []
         self.broken: list[str] = []
         self._kept: list[tuple[str, torch.nn.Parameter, torch.Tensor, torch.Tensor]] = []
         self._held: list[torch.Tensor] = []
         self._placed: list[tuple[torch.nn.Parameter, int]] = []
-        if program.optimizer_first or program.mode == "in_backward":
-            self.optimizer = self._make_optimizer()
-        self.ddp = self._wrap()
-        if not hasattr(self, "optimizer"):
-            self.optimizer = self._make_optimizer()
-        self.forwards = self.ddp
-        if program.mode == "compiled":
-            self.forwards = torch.compile(self.ddp, backend="phalanx", options={"compiler": "aot_eager"})
-
-    def _wrap(self) -> Any:
-        program, options = self.program, {}
-        if program.mixed is not None:
-            low, reduced = (None if name is None else getattr(torch, name) for name in program.mixed)
-            options["mixed_precision"] = phalanx.MixedPrecision(param_dtype=low, reduce_dtype=reduced)
-        if program.delayed is not None:
-            part, trigger = (f"parts.{number}." for number in program.delayed)
-            named = list(self.model.named_parameters())
-            options["delay_all_reduce_named_params"] = [(name, p) for name, p in named if name.startswith(part)]
-            options["param_to_hook_all_reduce"] = next(p for name, p in named if name.startswith(trigger))
-        ddp = phalanx.DistributedDataParallel(
-            self.model,
-            bucket_cap_mb=program.cap_mb,
-            gradient_as_bucket_view=program.views,
-            static_graph=program.static,
-            find_unused_parameters=program.find_unused,
-            skip_all_reduce_unused_params=program.skip_unused,
-            batched_grad_copy=program.batched,
-            on_nonfinite=program.nonfinite,
-            check_drift_every=program.drift,
-            on_unused="ignore",
-            **options,
-        )
-        if program.hook is not None:
-            ddp.register_comm_hook(None, getattr(hooks, program.hook))
-        return ddp
-
-    def _make_optimizer(self) -> Any:
-        program = self.program
-        name, options = OPTIMIZERS[program.optimizer]
-        kind, params = getattr(torch.optim, name), list(self.model.parameters())
-        if program.mode == "in_backward":
-            trained = [p for p in params if p.requires_grad]
-            return phalanx.optim.apply_in_backward(kind, trained, **options)
-        if not program.has_sharded_state:
-            return kind(params, **options)
-        extra: dict[str, Any] = dict(program.zero)
-        if program.is_overlapped:
-            extra |= {"overlap_with_ddp": True, "step_in_backward": program.mode == "overlapped"}
-        return phalanx.ZeroRedundancyOptimizer(params, kind, **extra, **options)
+        self.parts_of = program.parts_of
+        self.nets = split(self.model, self.parts_of)
+        self.members = [Member(program.of(number), net) for number, net in enumerate(self.nets)]
 
     # -- the verbs of events -------------------------------------------------------------------
 
     @property
     def aux(self) -> torch.Tensor | None:
-        return self.model.aux
+        return self.nets[-1].aux
+
+    def chosen(self, models: tuple[int, ...] | None) -> list[Member]:
+        """These of the models; all of them for None."""
+        return self.members if models is None else [self.members[number] for number in models]
 
     def forward(self, call: Call, data: int, sync: bool) -> Iterator[Any]:
-        self.model.call = call
-        self.x, tokens = make_batch(data, self.rank)
+        inputs = make_batch(data, self.rank)
+        self.x = inputs[0]
         with ExitStack() as stack:
-            if not sync:
-                stack.enter_context(self.ddp.no_sync())
-            out = self.forwards(self.x, tokens)
+            for member in () if sync else self.members:
+                stack.enter_context(member.ddp.no_sync())
+            out = run_models(call, self.nets, [member.forwards for member in self.members], self.parts_of, inputs)
         yield from ()
         return out
 
-    def backward(self, loss: torch.Tensor, sync: bool, weight: float | None, retain: bool) -> Iterator[Any]:
+    def backward(
+        self, loss: torch.Tensor, sync: bool, weight: float | None, retain: bool, models: tuple[int, ...] | None = None
+    ) -> Iterator[Any]:
         self._release_kept()
         with ExitStack() as stack:
-            if weight is not None:
-                stack.enter_context(self.ddp.weight(weight))
-            if not sync:
-                stack.enter_context(self.ddp.no_sync())
+            for member in self.members:
+                if weight is not None:
+                    stack.enter_context(member.ddp.weight(weight))
+                if not sync:
+                    stack.enter_context(member.ddp.no_sync())
             loss.backward(retain_graph=retain)
         for param, address in self._placed:
             if param.grad is None or param.grad.data_ptr() != address:
@@ -158,28 +117,55 @@ class Wrapped:
             self.broken.append("a gradient is left of a step that was to be skipped")
         self.heard.clear()
 
-    def zero(self, how: str, via: str) -> None:
+    def zero(self, how: str, via: str, models: tuple[int, ...] | None = None) -> None:
         if how == "zeros":
             self._release_kept()
         else:
             self._placed = []
-        if via == "optimizer" and self.program.mode != "in_backward":
-            self.optimizer.zero_grad(set_to_none=how == "none")
-        else:
-            (self.ddp if via == "wrapper" else self.model).zero_grad(set_to_none=how == "none")
+        for member in self.chosen(models):
+            if via == "optimizer" and member.program.mode != "in_backward":
+                member.optimizer.zero_grad(set_to_none=how == "none")
+            else:
+                (member.ddp if via == "wrapper" else member.net).zero_grad(set_to_none=how == "none")
 
-    def clip(self, norm: float) -> None:
+    def clip(self, norm: float, models: tuple[int, ...] | None = None) -> None:
         self._release_kept()
-        if self.program.has_sharded_state:
-            self.optimizer.clip_grad_norm_(norm)
-        else:
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), norm)
+        for member in self.chosen(models):
+            if member.program.has_sharded_state:
+                member.optimizer.clip_grad_norm_(norm)
+            else:
+                torch.nn.utils.clip_grad_norm_(params_of(member.optimizer), norm)
 
-    def step(self) -> None:
-        if dict(self.program.zero).get("stage") == 2:
-            self._placed = []  # the step frees gradients
-        if self.program.mode != "in_backward":
-            self.optimizer.step()
+    def step(self, models: tuple[int, ...] | None = None) -> None:
+        for member in self.chosen(models):
+            if dict(member.program.zero).get("stage") == 2:
+                self._placed = []  # the step frees gradients
+            if member.program.mode != "in_backward":
+                member.optimizer.step()
+
+    def step_with(self, evaluate: Callable[[Any], Iterator[Any]]) -> Iterator[Any]:
+        """A step that evaluates a closure; one optimizer alone can ask for that."""
+
+        def closure() -> torch.Tensor:
+            for _ in evaluate(self):
+                raise AssertionError("an event on a rank meets nobody")
+            return self.loss
+
+        self._placed = []
+        self.members[0].optimizer.step(closure)
+        yield from ()
+
+    def rate(self, factor: float) -> None:
+        for member in self.members:
+            for group in member.optimizer.param_groups:
+                group["lr"] *= factor
+
+    def add_group(self, part: int, rate: float) -> None:
+        member, params = self.members[0], [frozen_param()]
+        if part >= 0:
+            member = next(m for m, parts in zip(self.members, self.parts_of, strict=True) if part in parts)
+            params = list(self.model.parts[part].parameters())
+        member.optimizer.add_param_group(group_of(params, rate))
 
     def keep(self) -> None:
         for name, param in self.model.named_parameters():
@@ -208,17 +194,18 @@ class Wrapped:
         param.register_post_accumulate_grad_hook(on_gradient)
 
     def reload(self, what: str) -> None:
-        if what == "module":
-            self.ddp.load_state_dict(self.start)
-            return
-        if self.program.has_sharded_state:
-            for rank in range(self.program.ranks):
-                self.optimizer.consolidate_state_dict(to=rank)
-                if rank == self.rank:
-                    state = self.optimizer.state_dict()
-            self.optimizer.load_state_dict(state)
-        else:
-            self.optimizer.load_state_dict(self.optimizer.state_dict())
+        for member in self.members:
+            optimizer = member.optimizer
+            if what == "module":
+                member.ddp.load_state_dict(member.start)
+            elif member.program.has_sharded_state:
+                for rank in range(self.program.ranks):
+                    optimizer.consolidate_state_dict(to=rank)
+                    if rank == self.rank:
+                        state = optimizer.state_dict()
+                optimizer.load_state_dict(state)
+            else:
+                optimizer.load_state_dict(optimizer.state_dict())
 
     def check_kept(self) -> None:
         changed = sorted({name for name, _, grad, value in self._kept if not _is_same(grad, value)})
@@ -226,22 +213,24 @@ class Wrapped:
             self.broken.append(f"the kept gradient of {changed[0]} has changed")
             self._kept = []
 
-    def whole_state(self) -> dict[str, Any] | None:
-        """The optimizer's whole state on rank 0; every rank calls it."""
-        if self.program.mode == "in_backward":
+    def whole_state(self) -> list[dict[str, Any] | None]:
+        """By model, the optimizer's whole state on rank 0; every rank calls it."""
+        return [self._state_of(member) for member in self.members]
+
+    def _state_of(self, member: Member) -> dict[str, Any] | None:
+        if member.program.mode == "in_backward":
             return None
-        if self.program.has_sharded_state:
-            self.optimizer.consolidate_state_dict(to=0)
-            return self.optimizer.state_dict() if self.rank == 0 else None
-        return self.optimizer.state_dict()
+        if member.program.has_sharded_state:
+            member.optimizer.consolidate_state_dict(to=0)
+            return member.optimizer.state_dict() if self.rank == 0 else None
+        return member.optimizer.state_dict()
 
     # -- uneven inputs -------------------------------------------------------------------------
 
     def enter_join(self, stack: ExitStack, initial: bool) -> None:
-        joined = [self.ddp, self.optimizer] if self.program.has_sharded_state else [self.ddp]
-        stack.enter_context(
-            dist.algorithms.join.Join(joined, divide_by_initial_world_size=initial)
-        )
+        (member,) = self.members
+        joined = [member.ddp, member.optimizer] if self.program.has_sharded_state else [member.ddp]
+        stack.enter_context(dist.algorithms.join.Join(joined, divide_by_initial_world_size=initial))
 
     def turns(self, counts: tuple[int, ...]) -> int:
         return counts[self.rank % len(counts)]
@@ -251,52 +240,3 @@ class Wrapped:
 
     def leave_join(self, counts: tuple[int, ...]) -> Iterator[Any]:
         yield from ()
-
-
-@dataclass
-class Snapshot:
-    """A job after one event. A gradient that the wrapper divided among the ranks is `...`: nobody holds it whole."""
-
-    grads: list[Any]
-    params: list[torch.Tensor]
-    buffers: list[torch.Tensor]
-    heard: list[tuple[int, torch.Tensor]] = field(default_factory=list)
-    broken: list[str] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class Digest:
-    """The bits of a snapshot, for comparing ranks without sending tensors."""
-
-    grads: tuple[int | None, ...]
-    params: tuple[int, ...]
-
-
-def take_snapshot(job: Any) -> Snapshot:
-    grads = [_whole(p.grad) for p in job.model.parameters()]
-    if job.program.is_overlapped:
-        # Overlapped, `.grad` is the wrapper's own business; what it led to shows in the parameters.
-        grads = [...] * len(grads)
-    params = [p.detach().clone() for p in job.model.parameters()]
-    buffers = [b.detach().clone() for b in job.model.buffers()]
-    heard, broken = list(job.heard), list(job.broken)
-    job.heard.clear()
-    return Snapshot(grads, params, buffers, heard, broken)
-
-
-def _whole(grad: torch.Tensor | None) -> Any:
-    if grad is None:
-        return None
-    return grad.detach().to_dense().clone() if type(grad) is torch.Tensor else ...
-
-
-def digest_of(snapshot: Snapshot) -> Digest:
-    return Digest(
-        tuple(None if g is None or g is ... else _bits(g) for g in snapshot.grads),
-        tuple(map(_bits, snapshot.params)),
-    )
-
-
-def _bits(tensor: torch.Tensor) -> int:
-    flat = tensor.detach().contiguous().view(-1)
-    return zlib.crc32(flat.view(torch.uint8).numpy()) if flat.numel() else 0

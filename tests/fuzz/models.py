@@ -6,13 +6,14 @@ threshold are cheap to compute with. Parts are the same on the ranks and in the 
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.fuzz.program import Call, Part
+from tests.fuzz.program import Call, Part, Program
 
 COLUMNS = 8
 SAMPLES = 3
@@ -148,9 +149,9 @@ class Boom(torch.autograd.Function):
 class Net(nn.Module):
     """Parts that run as `call`, set before each forward, says."""
 
-    def __init__(self, parts: tuple[Part, ...]) -> None:
+    def __init__(self, parts: Iterable[nn.Module]) -> None:
         super().__init__()
-        self.parts = nn.ModuleList(globals()[part.kind](part.width, getattr(torch, part.dtype)) for part in parts)
+        self.parts = nn.ModuleList(parts)
         self.call = Call(())
         self.aux: torch.Tensor | None = None
 
@@ -183,7 +184,34 @@ class Net(nn.Module):
 
 def make_model(parts: tuple[Part, ...], seed: int) -> Net:
     torch.manual_seed(seed)
-    return Net(parts)
+    return Net(globals()[part.kind](part.width, getattr(torch, part.dtype)) for part in parts)
+
+
+def split(model: Net, parts_of: Sequence[range]) -> list[Net]:
+    """Several models that have the parts of one among them."""
+    return [model] if len(parts_of) == 1 else [Net(model.parts[number] for number in parts) for parts in parts_of]
+
+
+def call_of(call: Call, parts: range, is_last: bool) -> Call:
+    """What one model does of a call, which may be nothing. The last one returns what the call does."""
+    mine = [place for place, (number, _) in enumerate(call.route) if number in parts]
+    route = tuple((call.route[place][0] - parts.start, call.route[place][1]) for place in mine)
+    boom = mine.index(call.boom) if call.boom in mine else None
+    return Call(route, call.returns if is_last else "tensor", boom, call.inner and is_last)
+
+
+def run_models(call: Call, nets: Sequence[Net], runs: Sequence[Any], parts_of: Sequence[range], inputs: Any) -> Any:
+    """One forward of all models that the call names. `runs` are the models, or what is wrapped around them."""
+    x, tokens = inputs
+    order = range(len(nets)) if call.models is None else call.models
+    outs: list[Any] = []
+    for number in order:
+        nets[number].call = call_of(call, parts_of[number], is_last=number == order[-1])
+        h = outs[-1] if outs and call.together != "sum" else x
+        if outs and call.together == "cut":
+            h = h.detach().requires_grad_()
+        outs.append(runs[number](h, tokens))
+    return sum(outs[1:], start=outs[0]) if call.together == "sum" else outs[-1]
 
 
 def make_batch(data: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -191,3 +219,23 @@ def make_batch(data: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     chance = torch.Generator().manual_seed(1000 * data + rank)
     x = torch.randn(SAMPLES, COLUMNS, generator=chance)
     return x.requires_grad_(), torch.randint(0, 1 << 16, (SAMPLES, 4), generator=chance)
+
+
+def given_params(program: Program, net: Net) -> list[torch.nn.Parameter]:
+    """What the optimizer is made for: all parameters but those of parts that are held back."""
+    held = {id(param) for number in program.held for param in net.parts[number].parameters()}
+    return [param for param in net.parameters() if id(param) not in held]
+
+
+def params_of(optimizer: Any) -> list[torch.nn.Parameter]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def group_of(params: list[torch.nn.Parameter], rate: float) -> dict[str, Any]:
+    """A group to add to an optimizer, with options of its own."""
+    return {"params": params, "lr": rate, "weight_decay": 0.02}
+
+
+def frozen_param() -> torch.nn.Parameter:
+    """A parameter that no model has, and that nothing trains."""
+    return torch.nn.Parameter(torch.ones(3), requires_grad=False)

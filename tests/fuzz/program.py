@@ -7,6 +7,7 @@ reported. Knows nothing of how a program is drawn, run or judged.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -39,12 +40,24 @@ class Part(Value):
 
 @dataclass(frozen=True, repr=False)
 class Call(Value):
-    """What one forward of the model does and returns."""
+    """What one forward of the model does and returns. Of several models: which run, in which order, and `together` how."""
 
     route: Route
     returns: str = "tensor"
     boom: int | None = None
     inner: bool = False
+    models: tuple[int, ...] | None = None
+    # chain: each takes what the one before it gave · cut: so do they, but without its graph · sum: all take the input
+    together: str = "chain"
+
+
+@dataclass(frozen=True, repr=False)
+class Model(Value):
+    """One of several models, each in a wrapper of its own: how many of the program's parts it has, how it is trained."""
+
+    parts: int
+    mode: str = "plain"
+    zero: tuple[tuple[str, Any], ...] = ()
 
 
 @dataclass(frozen=True, repr=False)
@@ -72,18 +85,40 @@ class Program(Value):
     mode: str = "plain"
     zero: tuple[tuple[str, Any], ...] = ()
     optimizer_first: bool = False
+    models: tuple[Model, ...] = ()  # empty: one model, of all parts
+    held: tuple[int, ...] = ()  # parts that the optimizer is made without, and gets later as a group
+
+    @property
+    def modes(self) -> tuple[str, ...]:
+        return tuple(model.mode for model in self.models) or (self.mode,)
+
+    # Of several models: whether any of them.
 
     @property
     def steps_in_backward(self) -> bool:
-        return self.mode in ("overlapped", "in_backward")
+        return any(mode in ("overlapped", "in_backward") for mode in self.modes)
 
     @property
     def is_overlapped(self) -> bool:
-        return self.mode.startswith("overlapped")
+        return any(mode.startswith("overlapped") for mode in self.modes)
 
     @property
     def has_sharded_state(self) -> bool:
-        return self.mode == "zero" or self.is_overlapped
+        return "zero" in self.modes or self.is_overlapped
+
+    @property
+    def parts_of(self) -> tuple[range, ...]:
+        """By model, the numbers of its parts."""
+        ends = list(itertools.accumulate(model.parts for model in self.models)) or [len(self.parts)]
+        return tuple(range(start, end) for start, end in zip([0, *ends], ends, strict=False))
+
+    def of(self, model: int) -> Program:
+        """The program of one of the models, as if there were no others."""
+        if not self.models:
+            return self
+        mine, parts = self.models[model], self.parts_of[model]
+        held = tuple(number - parts.start for number in self.held if number in parts)
+        return self.but(parts=self.parts[parts.start : parts.stop], mode=mine.mode, zero=mine.zero, models=(), held=held)
 
     def but(self, **changes: Any) -> Program:
         return dataclasses.replace(self, **changes)
@@ -96,6 +131,8 @@ OPTIMIZERS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "adamw": ("AdamW", {"lr": 0.01, "foreach": True}),
     "adagrad": ("Adagrad", {"lr": 0.05, "initial_accumulator_value": 0.1}),
     "rmsprop": ("RMSprop", {"lr": 0.01, "momentum": 0.5}),
+    # Evaluates its closure three times; how often must not depend on a rank's own loss.
+    "lbfgs": ("LBFGS", {"lr": 0.05, "max_iter": 3, "tolerance_change": 0.0, "tolerance_grad": 0.0}),
 }
 # A small error of a gradient stays small in these; Adam would make a whole step of an error in the last bit.
 LINEAR_OPTIMIZERS = ("sgd", "momentum")

@@ -8,28 +8,48 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from tests.fuzz.models import SparseWords, make_batch, make_model
+from tests.fuzz.models import (
+    SparseWords,
+    frozen_param,
+    given_params,
+    group_of,
+    make_batch,
+    make_model,
+    params_of,
+    run_models,
+    split,
+)
 from tests.fuzz.program import OPTIMIZERS, Call, Program
 
 
 @dataclass(frozen=True)
 class Mean:
-    """Ranks average their gradients; an `absent` rank takes part with nothing to give."""
+    """Ranks average their gradients of these models; an `absent` rank takes part with nothing to give."""
 
     weight: float | None = None
     absent: bool = False
+    models: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
 class CopyBuffers:
-    """Every rank takes rank 0's buffers."""
+    """Every rank takes rank 0's buffers of one model."""
+
+    model: int
+
+
+@dataclass(frozen=True)
+class StepTogether:
+    """One optimizer steps for all ranks: its closure is evaluated on each of them."""
+
+    evaluate: Callable[[Any], Iterator[Any]]
 
 
 @dataclass(frozen=True)
@@ -48,6 +68,7 @@ class Alone:
         self.start = {name: value.clone() for name, value in self.model.state_dict().items()}
         self.params = list(self.model.parameters())
         self.x = torch.empty(0)
+        self.loss = torch.empty(0)
         self.aux: torch.Tensor | None = None
         self.heard: list[tuple[int, torch.Tensor]] = []
         self.broken: list[str] = []
@@ -60,9 +81,16 @@ class Alone:
         # The largest gradient of any rank so far, of which the optimizer's state may hold a small remainder.
         self.largest = [0.0] * len(self.params)
         self._low: list[Any] = []
-        self._copies_buffers = True
+        self.parts_of = program.parts_of
+        self.nets = split(self.model, self.parts_of)
+        self.programs = [program.of(number) for number in range(len(self.nets))]
+        self._copies_buffers = [True] * len(self.nets)
         name, options = OPTIMIZERS[program.optimizer]
-        self.optimizer = getattr(torch.optim, name)(self.params, **options)
+        kind = getattr(torch.optim, name)
+        given = [given_params(*one) for one in zip(self.programs, self.nets, strict=True)]
+        self.optimizers = [kind(params, **options) for params in given]
+        numbers = {id(param): number for number, param in enumerate(self.params)}
+        self.numbers_of = [sorted({numbers[id(p)] for p in net.parameters()}) for net in self.nets]
         sparse = [p for part in self.model.modules() if isinstance(part, SparseWords) for p in part.parameters()]
         # What a backward that failed may have left as zeros.
         self.doubtful: set[int] = set()
@@ -76,19 +104,24 @@ class Alone:
 
     def forward(self, call: Call, data: int, sync: bool) -> Iterator[Any]:
         if torch.is_grad_enabled():
-            if self._copies_buffers and any(True for _ in self.model.buffers()):
-                yield CopyBuffers()
-            self._copies_buffers = sync
+            for number in self.chosen(call.models):
+                if self._copies_buffers[number] and any(True for _ in self.nets[number].buffers()):
+                    yield CopyBuffers(number)
+                self._copies_buffers[number] = sync
         self.x, tokens = make_batch(data, self.rank)
-        model = self.model if self.program.mixed is None else self._make_low()
-        model.call = call
+        nets = self.nets if self.program.mixed is None else [self._make_low()]
         dtype = self._low_dtype
-        out = model(self.x if dtype is None else self.x.to(dtype), tokens)
-        self.aux = model.aux
-        if model is not self.model:
-            for full, low in zip(self.model.buffers(), model.buffers(), strict=True):
+        inputs = (self.x if dtype is None else self.x.to(dtype), tokens)
+        out = run_models(call, nets, nets, self.parts_of, inputs)
+        self.aux = nets[-1].aux
+        if nets is not self.nets:
+            for full, low in zip(self.model.buffers(), nets[0].buffers(), strict=True):
                 full.copy_(low)
         return out
+
+    def chosen(self, models: tuple[int, ...] | None) -> Sequence[int]:
+        """These of the models; all of them for None."""
+        return range(len(self.nets)) if models is None else models
 
     @property
     def _low_dtype(self) -> torch.dtype | None:
@@ -108,12 +141,14 @@ class Alone:
         self._low.append(low)
         return low
 
-    def backward(self, loss: torch.Tensor, sync: bool, weight: float | None, retain: bool) -> Iterator[Any]:
+    def backward(
+        self, loss: torch.Tensor, sync: bool, weight: float | None, retain: bool, models: tuple[int, ...] | None = None
+    ) -> Iterator[Any]:
         loss.backward(retain_graph=retain)
         self._harvest()
         if sync:
-            yield Mean(weight)
-            self._reduced()
+            yield Mean(weight, models=models)
+            self._reduced(models)
 
     def ran_backward(self, sync: bool) -> Iterator[Any]:
         self._harvest()
@@ -129,16 +164,16 @@ class Alone:
                     full.grad = grad if full.grad is None else full.grad + grad
                     param.grad = None
 
-    def _reduced(self) -> None:
-        if self.program.steps_in_backward:
-            self.optimizer.step()
-            if self.program.mode == "in_backward" or self._frees_gradients:
-                self.optimizer.zero_grad()
+    def _reduced(self, models: tuple[int, ...] | None = None) -> None:
+        for number in self.chosen(models):
+            if self.programs[number].steps_in_backward:
+                self.optimizers[number].step()
+                if self.programs[number].mode == "in_backward" or self._frees_gradients(number):
+                    self.optimizers[number].zero_grad()
 
-    @property
-    def _frees_gradients(self) -> bool:
+    def _frees_gradients(self, model: int) -> bool:
         """Whether a step leaves no gradient. Scattered ones, used in backward, are freed too, but may still be zeroed."""
-        program, zero = self.program, dict(self.program.zero)
+        program, zero = self.programs[model], dict(self.programs[model].zero)
         by_element = zero.get("partition") != "parameter" and program.mixed is None and program.hook is None
         return zero.get("stage") == 2 and not (program.mode == "overlapped" and by_element)
 
@@ -174,24 +209,51 @@ class Alone:
         self.fired = [False] * len(self.fired)
         self.heard.clear()
 
-    def zero(self, how: str, via: str) -> None:
-        if how == "none":
-            self.doubtful.clear()
-        self.model.zero_grad(set_to_none=how == "none")
+    def zero(self, how: str, via: str, models: tuple[int, ...] | None = None) -> None:
+        for number in self.chosen(models):
+            net, optimizer = self.nets[number], self.optimizers[number]
+            by_optimizer = via == "optimizer" and self.programs[number].mode != "in_backward"
+            (optimizer if by_optimizer else net).zero_grad(set_to_none=how == "none")
+            if how == "none":
+                self.doubtful -= {n for n in self.numbers_of[number] if self.params[n].grad is None}
 
     @property
     def is_in_doubt(self) -> bool:
         """Whether some gradient is none here and may as well be zeros, which make a step by decay and momentum."""
         return any(self.params[number].grad is None for number in self.doubtful)
 
-    def clip(self, norm: float) -> None:
-        torch.nn.utils.clip_grad_norm_(self.params, norm)
+    def clip(self, norm: float, models: tuple[int, ...] | None = None) -> None:
+        for number in self.chosen(models):
+            torch.nn.utils.clip_grad_norm_(params_of(self.optimizers[number]), norm)
 
-    def step(self) -> None:
-        if not self.program.steps_in_backward:
-            self.optimizer.step()
-            if self._frees_gradients:
-                self.optimizer.zero_grad()
+    def step(self, models: tuple[int, ...] | None = None) -> None:
+        for number in self.chosen(models):
+            if not self.programs[number].steps_in_backward:
+                self.optimizers[number].step()
+                self._stepped(number)
+
+    def _stepped(self, model: int) -> None:
+        if self._frees_gradients(model):
+            self.optimizers[model].zero_grad()
+
+    def step_with(self, evaluate: Callable[[Any], Iterator[Any]]) -> Iterator[Any]:
+        if self.program.steps_in_backward:
+            yield from evaluate(self)
+        else:
+            yield StepTogether(evaluate)
+            self._stepped(0)
+
+    def rate(self, factor: float) -> None:
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] *= factor
+
+    def add_group(self, part: int, rate: float) -> None:
+        optimizer, params = self.optimizers[0], [frozen_param()]
+        if part >= 0:
+            optimizer = next(o for o, parts in zip(self.optimizers, self.parts_of, strict=True) if part in parts)
+            params = list(self.model.parts[part].parameters())
+        optimizer.add_param_group(group_of(params, rate))
 
     def keep(self) -> None:
         """Only the real wrapper could change what is kept."""
@@ -212,7 +274,8 @@ class Alone:
         if what == "module":
             self.model.load_state_dict(self.start)
         else:
-            self.optimizer.load_state_dict(self.optimizer.state_dict())
+            for optimizer in self.optimizers:
+                optimizer.load_state_dict(optimizer.state_dict())
 
     def enter_join(self, stack: ExitStack, initial: bool) -> None:
         """Ranks without inputs are accounted for in `absent`."""
@@ -232,70 +295,3 @@ class Alone:
         most = self.turns(counts)
         last = max(rank for rank in range(self.program.ranks) if counts[rank % len(counts)] == most)
         yield CopyParameters(last)
-
-
-def advance(jobs: Sequence[Alone], event: Any, scales: list[float]) -> None:
-    """Run one event on all ranks, meeting by meeting. `scales` learns how large the local gradients were."""
-    runs = [event.run(job) for job in jobs]
-    while True:
-        meetings = [next(run, None) for run in runs]
-        if all(meeting is None for meeting in meetings):
-            return
-        assert len({type(m) for m in meetings}) == 1, f"ranks of the reference meet for different things: {meetings}"
-        _meet(jobs, meetings, scales)
-
-
-def _meet(jobs: Sequence[Alone], meetings: Sequence[Any], scales: list[float]) -> None:
-    with torch.no_grad():
-        if isinstance(meetings[0], Mean):
-            for number in range(len(jobs[0].params)):
-                scales[number] = max(scales[number], _average(jobs, meetings, number))
-            for job in jobs:
-                job.fired = [False] * len(job.fired)
-            return
-        source = jobs[meetings[0].source if isinstance(meetings[0], CopyParameters) else 0].model
-        by_parameters = isinstance(meetings[0], CopyParameters)
-        for job in jobs:
-            theirs = source.parameters() if by_parameters else source.buffers()
-            for mine, value in zip(job.model.parameters() if by_parameters else job.model.buffers(), theirs, strict=True):
-                mine.copy_(value)
-
-
-def _average(jobs: Sequence[Alone], means: Sequence[Mean], number: int) -> float:
-    """The weighted mean of one parameter's gradient, to all that take part; returns the largest local value."""
-    held = [None if mean.absent else job.params[number].grad for job, mean in zip(jobs, means, strict=True)]
-    used = any(job.fired[number] and grad is not None for job, grad in zip(jobs, held, strict=True))
-    if not used:
-        return 0.0
-    weights = [1.0 if mean.weight is None else mean.weight for mean in means]
-    stays_sparse = jobs[0].is_sparse[number]
-    total = _weighted_sum(held, weights, stays_sparse)
-    # Before the mean is written, perhaps to the same tensors.
-    largest = max((g.to_dense().abs().max().item() for g in held if g is not None and g.numel()), default=0.0)
-    for job, mean in zip(jobs, means, strict=True):
-        if mean.absent and not job.program.has_sharded_state:
-            continue
-        param = job.params[number]
-        if param.grad is None or param.grad.layout != total.layout or stays_sparse:
-            param.grad = total.clone()
-        else:
-            param.grad.copy_(total)
-    mean = total.to_dense().abs().max().item() if total.numel() else 0.0
-    jobs[0].cancelled[number] = max(jobs[0].cancelled[number], min(largest / mean, 1e3) if mean else 1.0)
-    return largest
-
-
-def _weighted_sum(held: Sequence[torch.Tensor | None], weights: Sequence[float], stays_sparse: bool) -> torch.Tensor:
-    some = [(g, w) for g, w in zip(held, weights, strict=True) if g is not None]
-    if not stays_sparse:
-        some = [(g.to_dense(), w) for g, w in some]
-    dtype = some[0][0].dtype
-    equal = set(weights) == {1.0}
-    # In float64 where weights are given: 1e-7 and 3e5 are as good as 1. Equal weights are halved exactly by two ranks.
-    wide = dtype if equal else torch.promote_types(dtype, torch.float64)
-    shares = [w / sum(weights) if sum(weights) else 0.0 for _, w in some]
-    total = some[0][0].to(wide) * shares[0]
-    for (grad, _), share in zip(some[1:], shares[1:], strict=True):
-        total = total + grad.to(wide) * share
-    total = total.to(dtype)
-    return total.coalesce() if total.is_sparse else total

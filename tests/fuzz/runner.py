@@ -26,8 +26,9 @@ import torch
 from tests.cluster.exchange import CallRequest, Exchange
 from tests.cluster.process import RankProcess
 from tests.fuzz.compare import Difference, Verdict, judge, refused_by_torch, replicas_differ
-from tests.fuzz.job import Digest, Wrapped, digest_of, take_snapshot
+from tests.fuzz.job import Wrapped
 from tests.fuzz.program import Program
+from tests.fuzz.snapshot import Digest, digest_of, take_snapshot
 
 # For one program on a loaded machine; a collective that waits longer is told so by its group, the rest by the watchdog.
 GROUP_LIMIT_S = 12.0

@@ -11,8 +11,9 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from tests.fuzz.events import Fail, Join, Pass, Place, Poison, Step, Zero
-from tests.fuzz.program import Part, Program, Route, routes_of
+from tests.fuzz.events import Apart, Backward, Closure, Dtype, Group, Pass, Poison, Step
+from tests.fuzz.ledger import Ledger
+from tests.fuzz.program import Model, Part, Program, Route, routes_of
 from tests.fuzz.runner import Failure
 
 # Wrong values show first in one place or another, depending on what else the program does.
@@ -40,19 +41,8 @@ def shrink(failure: Failure, run: Callable[[Program], Failure | None], limit_s: 
 
 def is_fair(program: Program) -> bool:
     """Whether the program keeps to the rules by which programs are drawn; leaving out an event may break them."""
-    is_local, num_reduced = False, 0  # gradients that ranks have for themselves; reduced backwards since the last zeroing
-    for event in program.events:
-        if isinstance(event, Zero | Fail | Join | Poison):
-            is_local, num_reduced = False, 0
-        elif isinstance(event, Place):
-            is_local = is_local or event.how == "own"
-        elif isinstance(event, Pass):
-            is_local = not event.sync
-            num_reduced += event.sync
-            if program.mode == "overlapped" and num_reduced > 1:
-                return False
-        elif isinstance(event, Step) and (is_local or (program.is_overlapped and not num_reduced)):
-            return False
+    if not all(_keeps_books(program, model) for model in range(len(program.parts_of))):
+        return False
     if program.delayed is not None:
         triggered = [{number for number, _ in event.routes[0]} for event in program.events if isinstance(event, Pass)]
         if not all(program.delayed[1] in used for used in triggered):
@@ -62,6 +52,34 @@ def is_fair(program: Program) -> bool:
     promised = program.static or program.skip_unused
     passes = [event for event in program.events if isinstance(event, Pass)]
     return not promised or len({route for event in passes for route in event.routes}) <= 1
+
+
+def _keeps_books(program: Program, model: int) -> bool:
+    """Whether the gradients of a model are used in ways that are promised."""
+    ledger, mine = Ledger(program, model), program.of(model)
+    held = {number for number in program.held if number in program.parts_of[model]}
+    num_since = 0  # backwards that were reduced and not confirmed
+    for event in program.events:
+        held -= {event.part} if isinstance(event, Group) else set()
+        before = ledger.num_reduced
+        ledger.see(event)
+        if not ledger.concerns(event):
+            continue
+        if isinstance(event, Dtype) and mine.is_overlapped and not event.zeroed:
+            return False
+        if isinstance(event, Pass) and event.sync and held and mine.is_overlapped:
+            return False
+        if isinstance(event, Step):
+            if ledger.is_local or (mine.is_overlapped and not before):
+                return False
+            num_since = num_since if dict(mine.zero).get("stage") == 2 else 0
+        elif isinstance(event, Closure) or not ledger.num_reduced:
+            num_since = 0
+        elif isinstance(event, Pass) and event.sync:
+            num_since += 1
+            if mine.mode == "overlapped" and num_since > 1:
+                return False
+    return True
 
 
 def _is_alike(found: Failure, failure: Failure) -> bool:
@@ -89,6 +107,9 @@ def _neighbours(program: Program) -> Iterator[Program]:
         yield program.but(mode="plain", zero=(), optimizer_first=False)
     for number in range(len(program.zero)):
         yield program.but(zero=program.zero[:number] + program.zero[number + 1 :])
+    yield from _fewer_models(program)
+    if program.held:
+        yield program.but(held=(), events=tuple(e for e in program.events if not isinstance(e, Group)))
     if program.ranks > 2:
         yield program.but(ranks=2)
     yield from _without_uses(program)
@@ -113,6 +134,24 @@ _PLAIN = (
     ("optimizer", "sgd"),
     ("backend", "gloo"),
 )
+
+
+def _fewer_models(program: Program) -> Iterator[Program]:
+    """All parts in one model, then each model trained plainly, or without options of its own."""
+    if not program.models:
+        return
+    events = []
+    for event in program.events:
+        if isinstance(event, Apart):
+            event = Backward(event.data, event.routes, event.sync, event.weights)
+        plain = {"models": None, "together": "chain"} if isinstance(event, Pass) else {"models": None}
+        events.append(dataclasses.replace(event, **plain) if hasattr(event, "models") else event)
+    for mode in dict.fromkeys(program.models):
+        yield program.but(events=tuple(events), models=(), mode=mode.mode, zero=mode.zero)
+    for number, model in enumerate(program.models):
+        for simpler in (Model(model.parts), Model(model.parts, model.mode)):
+            if simpler != model:
+                yield program.but(models=(*program.models[:number], simpler, *program.models[number + 1 :]))
 
 
 def _without_events(program: Program) -> Iterator[Program]:
@@ -169,7 +208,7 @@ def _without_parts(program: Program) -> Iterator[Program]:
     """Parts that nothing runs or names any more."""
     named = {number for route in routes_of(program.events) for number, _ in route}
     named |= {event.part for event in program.events if hasattr(event, "part")}
-    named |= set(program.delayed or ())
+    named |= {*(program.delayed or ()), *program.held}
     for gone in reversed(range(len(program.parts))):
         if gone in named or len(program.parts) == 1 or any(getattr(event, "dropped", ()) for event in program.events):
             continue
@@ -179,7 +218,13 @@ def _without_parts(program: Program) -> Iterator[Program]:
             dataclasses.replace(e, part=e.part - (e.part > gone)) if hasattr(e, "part") else e for e in fewer.events
         ]
         delayed = program.delayed and tuple(number - (number > gone) for number in program.delayed)
-        yield fewer.but(events=tuple(moved), delayed=delayed)
+        held = tuple(number - (number > gone) for number in program.held)
+        models = tuple(
+            dataclasses.replace(model, parts=model.parts - (gone in parts))
+            for model, parts in zip(program.models, program.parts_of, strict=False)
+        )
+        if all(model.parts for model in models):
+            yield fewer.but(events=tuple(moved), delayed=delayed, held=held, models=models)
 
 
 def _simpler_events(program: Program) -> Iterator[Program]:

@@ -13,21 +13,24 @@ from tests.cluster.command import run_command
 from tests.cluster.leaks import Leak
 from tests.cluster.process import SEARCH_PATH
 from tests.fuzz import events as ev
-from tests.fuzz.draw import draw
 from tests.fuzz.job import Wrapped
-from tests.fuzz.program import Part, Program, routes_of
+from tests.fuzz.program import Model, Part, Program, routes_of
 from tests.fuzz.runner import Failure, Runner
 from tests.fuzz.script import script_of
-from tests.fuzz.shrink import shrink
+from tests.fuzz.shrink import is_fair, shrink
+from tests.fuzz.wider import FIRST, draw
 
 # The runner's workers serve all tests of this file.
 pytestmark = [pytest.mark.timeout(300), pytest.mark.allow_leaks(Leak.CHILDREN)]
 
 ROOT = Path(__file__).resolve().parents[2]
 # In parts, so that a run that is cut short says how far it got.
-SLICES = [*range(4), *(pytest.param(part, marks=pytest.mark.thorough) for part in range(4, 12))]
 PROGRAMS_PER_SLICE = 50
 FIRST_SEED = 20_000
+WIDER_SEED = 120_000
+SLICES = [FIRST_SEED + PROGRAMS_PER_SLICE * part for part in range(12)]
+SLICES = [*SLICES[:4], WIDER_SEED, *(pytest.param(first, marks=pytest.mark.thorough) for first in SLICES[4:])]
+SLICES += [pytest.param(WIDER_SEED + PROGRAMS_PER_SLICE * part, marks=pytest.mark.thorough) for part in range(1, 5)]
 
 ROUTE = ((0, ""), (1, ""))
 
@@ -38,9 +41,8 @@ def runner() -> Iterator[Runner]:
         yield made
 
 
-@pytest.mark.parametrize("part", SLICES)
-def test_programs_train_as_the_mean_by_hand_does(runner: Runner, part: int) -> None:
-    first = FIRST_SEED + part * PROGRAMS_PER_SLICE
+@pytest.mark.parametrize("first", SLICES)
+def test_programs_train_as_the_mean_by_hand_does(runner: Runner, first: int) -> None:
     results = runner.run(draw(seed) for seed in range(first, first + PROGRAMS_PER_SLICE))
     failures = [failure for _, failure in results if failure is not None]
     lines = [f"seed {f.program.seed}: {f.signature}\n    {f.text[:400]}" for f in failures]
@@ -49,31 +51,35 @@ def test_programs_train_as_the_mean_by_hand_does(runner: Runner, part: int) -> N
 
 
 def test_a_seed_is_a_program_and_a_program_prints_itself() -> None:
-    names = {**vars(ev), "Program": Program, "Part": Part}
-    for seed in range(200):
+    names = {**vars(ev), "Program": Program, "Part": Part, "Model": Model}
+    for seed in (*range(200), *range(FIRST, FIRST + 200)):
         program = draw(seed)
         assert program == draw(seed)
         assert eval(repr(program), names) == program
 
 
 def test_every_event_and_part_and_option_is_drawn() -> None:
-    programs = [draw(seed) for seed in range(3000)]
+    programs = [draw(seed) for seed in (*range(3000), *range(FIRST, FIRST + 1000))]
     kinds = {type(event).__name__ for program in programs for event in program.events}
     defined = {name for name, kind in vars(ev).items() if isinstance(kind, type) and hasattr(kind, "run")}
     assert kinds == defined
     fields = ("views", "static", "find_unused", "skip_unused", "batched", "mixed", "delayed", "hook", "optimizer_first")
-    fields += ("nonfinite", "drift")
+    fields += ("nonfinite", "drift", "models", "held")
     for field in fields:
         assert any(getattr(program, field) for program in programs), f"no program with {field}"
     assert {program.ranks for program in programs} == {1, 2, 3, 4}
     assert {program.backend for program in programs} == {"gloo", "phalanx"}
 
 
+def test_what_is_drawn_keeps_to_the_rules_by_which_programs_are_shrunk() -> None:
+    assert [seed for seed in range(FIRST, FIRST + 500) if not is_fair(draw(seed))] == []
+
+
 # -- does it catch? ----------------------------------------------------------------------------------
 
 
 def _program(*events: object, **options: object) -> Program:
-    parts = (Part("Biased"), Part("Wide"))
+    parts = (Part("Biased"), Part("Wide"), *([Part("Wide")] if "models" in options else []))
     return Program(seed=1, ranks=2, backend="gloo", parts=parts, events=events, **options)  # type: ignore[arg-type]
 
 
@@ -165,6 +171,31 @@ EVERYTHING = (
     ev.Freeze(0),
     ev.Backward(17, (ROUTE,)),
     ev.Step(),
+    ev.Group(1),
+    ev.Group(-1, 0.2),
+    ev.Closure(18, (ROUTE,), rate=0.5),
+    ev.Closure(19, (ROUTE,), rate=0.5, late=True),
+)
+BOTH = ((0, ""), (1, ""), (2, ""))
+OF_SEVERAL = (
+    ev.Backward(1, (BOTH,), weights=(1.0, 3.0)),
+    ev.Step(clip=1.0),
+    ev.Zero(via="optimizer"),
+    ev.Backward(2, (BOTH,), sync=False, models=(1, 0)),
+    ev.Backward(3, (BOTH, ROUTE), models=(1, 0), together="sum"),
+    ev.Step(models=(0,)),
+    ev.Zero(models=(0,)),
+    ev.Apart(4, (BOTH,), reverse=True),
+    ev.Rate(),
+    ev.Reload("optimizer"),
+    ev.Reload(),
+    ev.Step(),
+    ev.Zero(via="wrapper"),
+    ev.Dtype("float64", zeroed=True),
+    ev.Group(1),
+    ev.Fail(5, (BOTH,), at=2, apart=True),
+    ev.Backward(6, (BOTH,), together="cut"),
+    ev.Step(models=(1,)),
 )
 
 
@@ -177,14 +208,25 @@ EVERYTHING = (
     ],
 )
 def test_the_script_of_a_program_does_the_same(options: dict[str, object], tmp_path: Path, runner: Runner) -> None:
-    program = _program(*EVERYTHING, **options)
-    assert runner.run_one(program) is None
+    program = _program(*EVERYTHING, **options, held=(1,))
+    _check_script(program, tmp_path, runner)
+
+
+@pytest.mark.thorough
+def test_the_script_of_several_models_does_the_same(tmp_path: Path, runner: Runner) -> None:
+    models = (Model(2), Model(1, "overlapped_later"))
+    _check_script(_program(*OF_SEVERAL, models=models, held=(1,), cap_mb=0.0001), tmp_path, runner)
+
+
+def _check_script(program: Program, tmp_path: Path, runner: Runner) -> None:
+    failure = runner.run_one(program)
+    assert failure is None, failure.text
     path = tmp_path / "program.py"
     path.write_text(script_of(Failure(program, "gradient", "as an example", len(program.events) - 1)))
     environment = os.environ | {"PYTHONPATH": SEARCH_PATH, "OMP_NUM_THREADS": "1"}
     done = run_command([sys.executable, str(path)], capture_output=True, text=True, timeout=120, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("0 of 6 tensors") == 2
+    assert done.stdout.count(f"0 of {2 * (1 + len(program.parts))} tensors") == 2
 
 
 def test_the_command_replays_a_seed_and_says_how_many_failed() -> None:

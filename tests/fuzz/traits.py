@@ -84,13 +84,15 @@ def num_bytes(part: Part) -> int:
 
 def words_of(program: Program) -> set[str]:
     """What a program has, in words by which programs can be chosen: events, parts, dtypes, options, modes, sizes."""
-    found = {program.mode, program.backend, program.optimizer, f"{program.ranks}_ranks"}
+    found = {*program.modes, program.backend, program.optimizer, f"{program.ranks}_ranks"}
+    found |= {"several"} if program.models else set()
     for event in program.events:
         found.add(type(event).__name__)
         found |= {"no_sync"} if not getattr(event, "sync", True) else set()
         found |= {"weights"} if getattr(event, "weights", None) else set()
         found |= {"clip"} if getattr(event, "clip", None) else set()
         found |= {"zeros"} if getattr(event, "how", "") == "zeros" else set()
+        found |= {event.together} if getattr(event, "together", "chain") != "chain" else set()
     routes = routes_of(program.events)
     found |= {how for route in routes for _, how in route if how}
     found |= {"unused"} if any(len({n for n, _ in route}) < len(program.parts) for route in routes) else set()
@@ -100,25 +102,30 @@ def words_of(program: Program) -> set[str]:
     found |= {"many_rows"} if any(part.kind == "SparseWords" and part.width >= 2000 for part in program.parts) else set()
     options = ("views", "static", "find_unused", "skip_unused", "batched", "mixed", "delayed", "hook", "nonfinite", "drift")
     found |= {name for name in options if getattr(program, name)}
-    found |= {f"{name}={value}" for name, value in program.zero}
+    options_of_zero = (*program.zero, *(pair for model in program.models for pair in model.zero))
+    found |= {f"{name}={value}" for name, value in options_of_zero}
     return found | ({"many_buckets"} if program.cap_mb is not None else set())
 
 
 class Traits:
     """What is decided about a program before its first event."""
 
+    KINDS = KINDS
+    THEMES = THEMES
+    THEMED = 0.35
+
     def __init__(self, seed: int) -> None:
         self.seed = seed
         self.chance = random.Random(seed)
         self.theme: frozenset[str] = frozenset()
-        if self.often(0.35):
-            self.theme = frozenset(self.chance.choice(THEMES).split())
+        if self.often(self.THEMED):
+            self.theme = frozenset(self.chance.choice(self.THEMES).split())
         self.mode = next((mode for mode in MODES if mode in self.theme), None) or self.pick(MODES)
         self.ranks = self.pick({1: 1, 2: 7, 3: 2, 4: 1})
-        self.kinds = {kind for kind in KINDS if kind in self.theme}
+        self.kinds = {kind for kind in self.KINDS if kind in self.theme}
         wanted = self.chance.choice((1, 2, 3, 3, 4, 5, 6))
         while wanted > len(self.kinds):
-            self.kinds.add(self.pick(KINDS))
+            self.kinds.add(self.pick(self.KINDS))
         if "nested" in self.kinds and self.often(0.4):
             self.kinds.add("again")
         self.options: dict[str, Any] = {"optimizer": "sgd"}
@@ -226,7 +233,7 @@ class Traits:
             self.zero = {name: value for name, value in self.zero.items() if name == "stage"} | {"partition": "parameter"}
         if not sparse:
             named = next(iter(self.theme & set(OPTIMIZERS)), None)
-            options["optimizer"] = named or self.chance.choice(list(OPTIMIZERS))
+            options["optimizer"] = named or self.chance.choice([name for name in OPTIMIZERS if name != "lbfgs"])
 
     def draw_watching(self) -> None:
         """Whether somebody looks for what is not finite, what then happens, and whether replicas are compared."""

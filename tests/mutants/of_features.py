@@ -6,6 +6,7 @@ from tests.mutants.mutation import Mutation
 
 PRECISION = "src/phalanx/ddp/features/precision.py"
 JOIN = "src/phalanx/ddp/features/join.py"
+NONFINITE = "src/phalanx/ddp/features/nonfinite.py"
 CONTEXT = "src/phalanx/ddp/features/dist_autograd.py"
 BUFFERS = "src/phalanx/ddp/features/buffers.py"
 ROWS = "src/phalanx/comm/sparse.py"
@@ -17,6 +18,13 @@ BUCKETS = "src/phalanx/plan/buckets.py"
 SHARDS = "src/phalanx/plan/shards.py"
 
 MUTATIONS = (
+    Mutation(
+        name="nonfinite: a pass given up for another wrapper raises in the next forward",
+        file=NONFINITE,
+        old="        if reducer.current is None:\n",
+        new="        if not said:\n",
+        tests="tests/ddp/test_nonfinite.py",
+    ),
     Mutation(
         name="precision: a gradient stays in low precision after backward",
         file=PRECISION,

@@ -18,6 +18,13 @@ STORAGE = "src/phalanx/zero/partition/storage.py"
 
 MUTATIONS = (
     Mutation(
+        name="optimizer: options that a closure changes are lost",
+        file=OPTIMIZER,
+        old="            closure = self._followed_by_options(closure)\n",
+        new="            closure = closure\n",
+        tests="tests/zero/test_usage.py",
+    ),
+    Mutation(
         name="overlap: backward returns before all parameters have arrived",
         file=OVERLAP,
         old="            self.sharded.partition.gathering.finish()\n            self.update.end()\n",

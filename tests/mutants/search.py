@@ -10,10 +10,10 @@ import itertools
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 
-from tests.fuzz.draw import draw
 from tests.fuzz.program import Program
 from tests.fuzz.runner import Runner
 from tests.fuzz.traits import words_of
+from tests.fuzz.wider import draw
 
 BATCH = 5
 

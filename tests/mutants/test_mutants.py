@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.fuzz.draw import draw
 from tests.fuzz.traits import words_of
+from tests.fuzz.wider import draw
 from tests.mutants.__main__ import CAUGHT
 from tests.mutants.catalogue import MUTATIONS
 from tests.mutants.mutation import Mutation, Unmatched, mutated

@@ -69,6 +69,10 @@ class NonFinite(Listener):
         reducer = self._owner
         board = reducer.collectives.board
         said = board.exchange("nonfinite", ", ".join(f"'{name}'" for name in names), _EXCHANGE_S)
+        if reducer.current is None:
+            # A pass that is given up, as when another wrapper has raised in this backward: it has answered the others, and
+            # nobody gets anything of it. Raised here, it would come out of the next forward.
+            return
         whose = "; ".join(f"rank {rank}: {listed}" for rank, listed in sorted(said.items()) if listed)
         text = f"step {step}, bucket {bucket.index}: gradients that are NaN or infinite ({whose or 'of a silent rank'})"
         if self._action == "raise":
