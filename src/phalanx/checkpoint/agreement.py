@@ -15,6 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ..comm.ranks import Ranks, ranks_of
 from ..errors import CommunicationError, MismatchError
 
 # How many Checkpointers this process has made on each group; ranks make them in the same order. By the group itself, not its
@@ -32,6 +33,8 @@ class Agreement:
     def __init__(self, group: dist.ProcessGroup | None, timeout_s: float) -> None:
         self.rank = 0 if group is None else dist.get_rank(group)
         self.world = 1 if group is None else dist.get_world_size(group)
+        self.ranks = Ranks((0,), 0, "rank 0") if group is None else ranks_of(group)
+        """How messages name them."""
         self._timeout = timedelta(seconds=timeout_s)
         self._round = 0
         self._of = None if group is None else weakref.ref(group)
@@ -64,14 +67,14 @@ class Agreement:
         except CommunicationError:
             raise  # somebody is known to be lost: no mistake of the ranks that came
         except RuntimeError as error:
-            missing = [rank for rank, key in enumerate(keys) if not self._has(key)]
+            missing = [rank for rank, key in zip(self.ranks.numbers, keys, strict=True) if not self._has(key)]
             # Whoever came at the last moment goes on, since our word is there: then so does this rank.
             if missing:
                 # Taken back: whoever comes later must not take this for an answer. The next round has the same number.
                 with contextlib.suppress(RuntimeError):
                     self._store.delete_key(keys[self.rank])
                 raise MismatchError(
-                    f"rank {self.rank}: {doing} was not called by ranks {missing} within {timeout.total_seconds():.0f} s. "
+                    f"{self.ranks.me}: {doing} was not called by ranks {missing} within {timeout.total_seconds():.0f} s. "
                     f"Every rank has to call it, in the same order. {unless}"
                 ) from error
         said = [json.loads(text) for text in self._store.multi_get(keys)]
@@ -80,10 +83,11 @@ class Agreement:
             with contextlib.suppress(RuntimeError):
                 self._store.delete_key(f"{self._round - 2}/{self.rank}")
         self._round += 1
-        others = {rank: one["doing"] for rank, one in enumerate(said) if one["doing"] != doing}
+        by_rank = zip(self.ranks.numbers, said, strict=True)
+        others = {rank: one["doing"] for rank, one in by_rank if one["doing"] != doing}
         if others:
             raise MismatchError(
-                f"rank {self.rank} called {doing}, but "
+                f"{self.ranks.me} called {doing}, but "
                 + ", ".join(f"rank {rank} {other}" for rank, other in others.items())
                 + f". Every rank has to call the same. {unless}"
             )
@@ -107,7 +111,7 @@ class Agreement:
         """Tell the other ranks that this one's part of a save failed, in case their writers cannot see it."""
         with contextlib.suppress(RuntimeError):
             if self._store is not None:
-                self._store.set(f"failed/{save}", f"rank {self.rank}: {text}")
+                self._store.set(f"failed/{save}", f"{self.ranks.me}: {text}")
 
     def failure(self, save: str) -> str | None:
         """What some rank posted about a save, if any."""

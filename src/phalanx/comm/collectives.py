@@ -19,6 +19,7 @@ from ..errors import CommunicationError, PhalanxError
 from .failure.agreement import Settings, agreement_of
 from .failure.board import FailureBoard, board_of
 from .failure.waiter import Waiter
+from .ranks import Ranks, ranks_of
 from .work import Work
 
 __all__ = ["Collectives", "Work", "as_real"]
@@ -54,6 +55,16 @@ class Collectives(abc.ABC):
     @cached_property
     def _waiter(self) -> Waiter:
         return Waiter(self.board, self.names_failures)
+
+    @cached_property
+    def ranks(self) -> Ranks:
+        """How messages name the ranks of the group: whatever is said to a user names no other numbers."""
+        return ranks_of(self.group)
+
+    @property
+    def me(self) -> str:
+        """This rank, as a message of it begins."""
+        return self.ranks.me
 
     @cached_property
     def board(self) -> FailureBoard:

@@ -72,12 +72,12 @@ class LongWait:
 
     def _words(self) -> str:
         others = self._board.waits()
-        absent = [rank for rank in range(self._board.world) if rank != self._board.rank and rank not in others]
+        absent = [rank for rank in self._board.members if rank != self._board.rank and rank not in others]
         apart = {rank: wait.where for rank, wait in others.items() if wait.where != self._where}
         elsewhere = "; ".join(f"rank {rank} waits at {where}" for rank, where in apart.items())
         # Those who wait as well have said so by now: the others do something else, or are no more.
         who = f"for rank {_listed(absent)}" if absent else "and so do all others"
-        return f"rank {self._board.rank} waits {who}, at {self._where}{f' ({elsewhere})' if elsewhere else ''}"
+        return f"{self._board.me} waits {who}, at {self._where}{f' ({elsewhere})' if elsewhere else ''}"
 
 
 class Waiter:
@@ -173,7 +173,7 @@ class Waiter:
         return self.explain(error, where, _is_timeout(error)) if failed else error
 
     def _explain(self, error: BaseException, where: str, timed_out: bool) -> CommunicationError:
-        me = f"rank {self.board.rank}: {where}"
+        me = f"{self.board.me}: {where}"
         # First of all: ranks that wait for another collective look up and answer the roll only if alarmed.
         self.board.raise_alarm()
         posted = self.board.failures()

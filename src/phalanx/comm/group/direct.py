@@ -53,7 +53,8 @@ class ShmCollectives(Collectives):
         said = self._exchange(mine, where)
         if len(set(said)) > 1:
             longest = max(int.from_bytes(each[-8:], "big") for each in said)
-            raise disagreement(self.rank, [row.rstrip() for row in self._exchange(text.ljust(longest), where)])
+            texts = [row.rstrip() for row in self._exchange(text.ljust(longest), where)]
+            raise disagreement(self.me, texts, self.ranks.numbers)
 
     def _exchange(self, mine: bytes, where: str) -> list[bytes]:
         """What each rank gives; as long on every rank."""

@@ -304,7 +304,7 @@ class Overlap(Listener):
     @torch.no_grad()
     def pass_began(self, joined: bool) -> None:
         if self.state is Engagement.TORN:
-            error = torn(f"rank {self.sharded.collectives.rank}")
+            error = torn(self.sharded.collectives.me)
             # The others may wait for collectives that this rank will never join.
             self.sharded.collectives.board.post_error(error)
             raise error
