@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..errors import CommunicationError, PhalanxError
+from ..errors import CommunicationError, MismatchError, PhalanxError
 from .failure.agreement import Settings, agreement_of
 from .failure.board import FailureBoard, board_of
 from .failure.waiter import Waiter
@@ -114,6 +114,10 @@ class Collectives(abc.ABC):
 
         Raises MismatchError if the others come to something else, where that would not be noticed by the transport.
         """
+
+    def refuse(self, error: MismatchError) -> None:
+        """Before raising `error`, which this rank alone has found out: the others, who may wait for it, raise as well."""
+        self.board.post_error(error)
 
     def _nobody_comes(self, where: str, silent: bool) -> CommunicationError:
         return self._waiter.explain(TimeoutError("no answer"), where, silent)

@@ -80,7 +80,7 @@ def _others(
         "rank alike."
     )
     # Rank `source` has sent and goes on: it is told at its next collective.
-    collectives.board.post_error(error)
+    collectives.refuse(error)
     return error
 
 

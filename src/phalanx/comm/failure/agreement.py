@@ -12,7 +12,8 @@ itself, so that later ones cost a look into a set. A rank that comes to known co
 that nobody has agreed upon, asks, and has sent nothing.
 
 A rank that changed something alone asks for an agreement to which nobody comes. It is found out by the counts: who has
-launched more than this rank had when it asked, without having agreed as often, has passed by.
+launched more than this rank had when it asked, without having agreed as often, has passed by. Ranks that come to other
+collectives of which each is known wait for each other; what each has launched last is compared then (`waiter`).
 Must not know what settings mean.
 """
 
@@ -22,6 +23,7 @@ import hashlib
 import json
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -35,6 +37,8 @@ Settings = Mapping[str, str]
 # Given what was waited for, and whether the time limit has passed: the error to raise.
 Fail = Callable[[str, bool], CommunicationError]
 
+MOST_RECENT = 64
+"""How many of its last collectives a rank that waits tells the others."""
 _MOST_PAIRS = 1024  # of collectives in a row; a program that has more does not repeat itself, and is not held up each time
 Kind = tuple[str, int, torch.dtype | None, int]
 """Of a collective: the verb, how many elements of which dtype (0 and None: any), and the root or -1."""
@@ -101,6 +105,10 @@ class StoreAgreement:
         self._store = board.store_for("agreements")
         self._pairs: set[tuple[Kind | None, Kind]] = set()
         self._last: Kind | None = None
+        self._recent: deque[Kind] = deque(maxlen=MOST_RECENT)
+        # Not of `self`, which the board would keep: it is kept by the board.
+        recent, members = self._recent, board.members
+        board.recent = lambda: [_in_words(kind, members) for kind in recent]
 
     @property
     def _board(self) -> FailureBoard:
@@ -121,6 +129,7 @@ class StoreAgreement:
             self.agree("the next collective", {"what to start": now}, fail, f"what to start is {now}{after}")
             self._pairs.add(pair)
         self._last = kind
+        self._recent.append(kind)
         # Not before: whoever passes by an agreement is found out by having launched more.
         self._board.launched += 1
 

@@ -24,7 +24,7 @@ import os
 import time
 import weakref
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -48,6 +48,8 @@ class Wait:
     where: str
     launched: int
     agreed: int
+    recent: list[str]
+    """The last collectives that it has launched, in words."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +84,7 @@ class FailureBoard:
         self.world = len(self.members)
         self.timeout_s = group_timeout_s(group)
         self.launched = self.agreed = 0  # counted where ranks agree by the store (`agreement`)
+        self.recent: Callable[[], list[str]] = list  # the last that were launched, in words; asked of a rank that waits
         shared = _store_of(group)
         # Notes on a store of this rank alone reach nobody, and nobody's reach us: failures are then known by what the
         # transport says, and nothing can be asked of the others here.
@@ -139,7 +142,7 @@ class FailureBoard:
     def note_wait(self, where: str) -> None:
         """This rank has waited for seconds: say where, for those who wait as well and wonder."""
         with contextlib.suppress(RuntimeError, OSError):
-            self._store.set(f"waits/{self.rank}", json.dumps([where, self.launched, self.agreed]))
+            self._store.set(f"waits/{self.rank}", json.dumps([where, self.launched, self.agreed, self.recent()]))
 
     def forget_wait(self) -> None:
         """The wait is over."""

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ...errors import MismatchError
 from ..collectives import Collectives, Work, as_real
 from ..failure.agreement import Settings, agreeing_on, disagreement, encode, fingerprint
 from ..memory.segment import process_memory
@@ -61,6 +62,11 @@ class ShmCollectives(Collectives):
         everyone = torch.empty(self.world * len(mine), dtype=torch.uint8)
         self.wait(self.all_gather(everyone, torch.frombuffer(bytearray(mine), dtype=torch.uint8)), where)
         return [bytes(row.tolist()) for row in everyone.view(self.world, -1)]
+
+    def refuse(self, error: MismatchError) -> None:
+        """As of any collectives; by the links, since nobody who waits here reads the board."""
+        super().refuse(error)
+        self._lane.abort(f"rank {self._lane.global_rank} failed: {type(error).__name__}: {error}")
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A zeroed flat tensor in the segment, if `device` is the processor."""
