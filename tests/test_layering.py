@@ -25,6 +25,7 @@ LAYERS = [
     "plan",
     "comm.untraced",
     "comm.work",
+    "comm.ranks",
     "comm.failure",
     "comm.collectives",
     "comm.memory",

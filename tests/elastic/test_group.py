@@ -16,10 +16,10 @@ import torch.distributed as dist
 
 import phalanx
 from phalanx.comm.failure.board import group_timeout_s
-from phalanx.comm.failure.interruption import InterruptibleStore
+from phalanx.comm.failure.interruption import InterruptibleStore, interruptible
 from phalanx.comm.failure.log_store import LogStore
 from phalanx.errors import CommunicationError, PeerFailure
-from phalanx.launch.elastic.group import interruptible, make_group
+from phalanx.launch.elastic.group import make_group
 from tests.cluster import run_ranks, spawn_ranks
 
 pytestmark = pytest.mark.timeout(120)

@@ -86,10 +86,56 @@ def loaders_in_another_order(world: Odd) -> None:
                 exchange.mean(inputs.sum())
 
 
+def once_more(what: str) -> Row:
+    """The odd rank does something once more than the others, or once less."""
+
+    def row(world: Odd) -> None:
+        wrapped = wrap()
+        optimizer = zero(wrapped.parameters())
+        for _ in range(3):
+            backward(wrapped)
+            optimizer.step()
+        world.settled(wrapped)
+        for _ in range(world.pick(1, 2 if what == "backward" else 1)):
+            backward(wrapped)
+        for _ in range(world.pick(1, {"step": 2, "no step": 0}.get(what, 1))):
+            optimizer.step()
+        backward(wrapped)
+        _exchange(world).barrier()
+
+    return row
+
+
+def forward_once_more(world: Odd) -> None:
+    """Without a backward: only its buffers are synchronised."""
+    wrapped = phalanx.DistributedDataParallel(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8)))
+    for _ in range(3):
+        backward(wrapped)
+    world.settled(wrapped)
+    if world.odd:
+        wrapped(torch.ones(2, 8))
+    backward(wrapped)
+    _exchange(world).barrier()
+
+
+def buffer_added_later(world: Odd) -> None:
+    """Found out by the odd rank alone, which the others wait for."""
+    net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    net.register_buffer("common", torch.zeros(3))
+    wrapped = phalanx.DistributedDataParallel(net)
+    for _ in range(3):
+        backward(wrapped)
+    world.settled(wrapped)
+    if world.odd:
+        net.register_buffer("more", torch.zeros(5))
+    backward(wrapped)
+
+
 # On gloo a collective stays under way until its time limit.
-PASSED_BY = {"optimizers of other sizes", "wrappers of other sizes", "no_sync once"}
+PASSED_BY = {"optimizers of other sizes", "wrappers of other sizes", "no_sync once", "backward once more", "step once more"}
+PASSED_BY |= {"step left out", "forward once more", "buffer added later"}
 # The shards of a rank that came first are updated when their gather waits in vain.
-APPLIED = {"optimizers of other sizes"}
+APPLIED = {"optimizers of other sizes", "backward once more", "step once more", "step left out"}
 
 ROWS: dict[str, tuple[Row, str]] = {
     "optimizers of other sizes": (sizes_in_another_order, "all_gather of"),
@@ -97,4 +143,9 @@ ROWS: dict[str, tuple[Row, str]] = {
     "no_sync once": (unsynchronised, "barrier"),
     "no_sync at the first": (never_synchronised, ""),
     "order of loaders": (loaders_in_another_order, ""),
+    "backward once more": (once_more("backward"), "all_gather of"),
+    "step once more": (once_more("step"), "all_gather of"),
+    "step left out": (once_more("no step"), "all_gather of"),
+    "forward once more": (forward_once_more, "broadcast of 128 x uint8"),
+    "buffer added later": (buffer_added_later, "this rank has 2 tensors of 32 bytes together, rank 0 has 1 of 12"),
 }

@@ -80,7 +80,7 @@ class Subject:
 
     def check_idle(self) -> None:
         """Raise unless this is a moment between two steps, of which a checkpoint can tell everything."""
-        who = "" if self.ddp is None else f"rank {self.ddp.collectives.rank}: "
+        who = "" if self.ddp is None else f"{self.ddp.collectives.me}: "
         for one in self.optimizers.values():
             if isinstance(one, ZeroRedundancyOptimizer) and one.is_torn:
                 raise torn(f"rank {one.rank}")

@@ -97,6 +97,10 @@ class Checkpointer:
         self._finalizer = weakref.finalize(self, _let_go, self._writer, self._memory)
 
     @property
+    def _me(self) -> str:
+        return self._agreement.ranks.me
+
+    @property
     def rank(self) -> int:
         """This process's number among those that save together."""
         return self._agreement.rank
@@ -160,7 +164,7 @@ class Checkpointer:
         self._failure = None
         failures = [one["failure"] for one in said if one["failure"]]
         if failures:
-            raise CheckpointError(f"rank {self.rank}: {failures[0]}")
+            raise CheckpointError(f"{self._me}: {failures[0]}")
         if raised is not None:
             raise raised
         self._compare(step, said)
@@ -177,22 +181,23 @@ class Checkpointer:
 
     def _compare(self, step: int, said: list[dict[str, Any]]) -> None:
         """Raise, on every rank alike, unless all ranks can save and mean the same."""
-        for rank, one in enumerate(said):
+        numbers = self._agreement.ranks.numbers
+        for rank, one in zip(numbers, said, strict=True):
             if one["error"]:
                 # Of one class on every rank: whoever trains on without this checkpoint must not end on one of them.
                 kind = CheckpointError if one["is_of_disk"] else StateError
-                raise kind(f"rank {self.rank}: step {step} was not saved, as rank {rank} could not: {one['error']}")
+                raise kind(f"{self._me}: step {step} was not saved, as rank {rank} could not: {one['error']}")
             if one["alike"] != said[0]["alike"]:
                 raise MismatchError(
-                    f"rank {self.rank}: step {step} was not saved: model and optimizer of rank {rank} have other tensors "
-                    "than those of rank 0. Every rank saves the same model."
+                    f"{self._me}: step {step} was not saved: model and optimizer of rank {rank} have other tensors "
+                    f"than those of rank {numbers[0]}. Every rank saves the same model."
                 )
             for what, given in one["told"].items():
                 if given != said[0]["told"][what]:
                     raise MismatchError(
-                        f"rank {self.rank}: step {step} was not saved: the Checkpointer of rank {rank} was made with {what} "
-                        f"{given}, that of rank 0 with {said[0]['told'][what]}. Every rank makes it with the same, and all "
-                        "see one folder; where a host has it elsewhere, a symbolic link gives it the same name."
+                        f"{self._me}: step {step} was not saved: the Checkpointer of rank {rank} was made with {what} "
+                        f"{given}, that of rank {numbers[0]} with {said[0]['told'][what]}. Every rank makes it with the "
+                        "same, and all see one folder; where a host has it elsewhere, a link gives it the same name."
                     )
 
     def _told(self) -> dict[str, str]:
@@ -208,7 +213,7 @@ class Checkpointer:
         self._finish()
         failure, self._failure = self._failure, None
         if failure is not None:
-            raise CheckpointError(f"rank {self.rank}: {failure}")
+            raise CheckpointError(f"{self._me}: {failure}")
 
     def _finish(self) -> None:
         """Wait until no save is under way here; how it ended is known then."""
@@ -226,7 +231,7 @@ class Checkpointer:
         if outcome:
             self._note_failure(save, outcome)
         for text in self._writer.warnings:
-            warnings.warn(f"rank {self.rank}: {text}", stacklevel=4)
+            warnings.warn(f"{self._me}: {text}", stacklevel=4)
         self._writer.warnings.clear()
 
     def _note_failure(self, save: str, outcome: str) -> None:
@@ -248,7 +253,7 @@ class Checkpointer:
                 self._writer.give_up()
                 outcome = "some rank had not begun to write its part"
         if outcome:
-            text = f"rank {self.rank}: ranks were lost while step {self._step} was saved, and it is not: {outcome}."
+            text = f"{self._me}: ranks were lost while step {self._step} was saved, and it is not: {outcome}."
             warnings.warn(f"{text} Those before it are untouched.", stacklevel=4)
         self._failure, self._agreement = None, Agreement(group, self._timeout_s)
 
@@ -303,7 +308,7 @@ class Checkpointer:
         names, stopped = self._candidates(step, choice)
         if stopped and not names:
             # What a crash in the first save leaves. So does a copy that was not finished, and then the run would start anew.
-            warnings.warn(f"rank {self.rank}: {stopped} Nothing was restored.", stacklevel=2)
+            warnings.warn(f"{self._me}: {stopped} Nothing was restored.", stacklevel=2)
         damaged: list[str] = []
         for text, num_bytes in names.items():
             name = SaveName.parse(text)
@@ -315,7 +320,7 @@ class Checkpointer:
                 return self._load(prepared)
             if step is not None:
                 raise StateError(f"{damaged[-1]} {self._offer(list(names))}")
-            warnings.warn(f"rank {self.rank}: {damaged[-1]} Passed over for an older one.", stacklevel=2)
+            warnings.warn(f"{self._me}: {damaged[-1]} Passed over for an older one.", stacklevel=2)
         if damaged:
             raise StateError(
                 f"no checkpoint in {self.folder} is whole. The newest: {damaged[0]} Put back a copy of the folder, or "
@@ -343,7 +348,7 @@ class Checkpointer:
                 mine["error"] = f"{self.folder} cannot be read: {error}"
         said = self._agreement.exchange(mine, f"restore(step={step}{choice.in_words()})")
         if said[0]["error"]:
-            raise StateError(f"rank {self.rank}: {said[0]['error']}")
+            raise StateError(f"{self._me}: {said[0]['error']}")
         names: dict[str, float] = said[0]["names"]
         return names, str(said[0]["stopped"])
 
@@ -351,7 +356,7 @@ class Checkpointer:
         """A checkpoint of which this rank has verified its share of the files. Raises Damaged."""
         found = {one.name: one for one in entries(self._disk, self.folder)}
         if entry.name not in found:
-            raise Damaged(f"{entry.path}: rank {self.rank} does not see it. All ranks must see one folder.")
+            raise Damaged(f"{entry.path}: {self._me} does not see it. All ranks must see one folder.")
         try:
             entry = found[entry.name]
             source = CheckpointSource(self._disk, entry)
@@ -378,16 +383,17 @@ class Checkpointer:
         except Exception as error:  # all ranks have to hear of it before any of them changes something
             mine["error"] = str(error) if isinstance(error, StateError) else f"{type(error).__name__}: {error}"
         said = self._agreement.exchange(mine, f"restoring {what}", work_s=work_s)
-        for rank, one in enumerate(said):
+        ranks = self._agreement.ranks
+        for rank, one in zip(ranks.numbers, said, strict=True):
             if one["damage"]:
-                text = one["damage"] if rank == self.rank else f"(seen by rank {rank}) {one['damage']}"
+                text = one["damage"] if rank == ranks.own else f"(seen by rank {rank}) {one['damage']}"
                 if damaged is None:
                     raise StateError(text)
                 damaged.append(text)
                 return None
-        for rank, one in enumerate(said):
+        for rank, one in zip(ranks.numbers, said, strict=True):
             if one["error"]:
-                raise StateError(one["error"] if rank == self.rank else f"rank {rank}: {one['error']}")
+                raise StateError(one["error"] if rank == ranks.own else f"rank {rank}: {one['error']}")
         return prepared
 
     def _load(self, prepared: Restoration) -> Restored:
@@ -402,7 +408,7 @@ class Checkpointer:
         said = self._agreement.exchange(mine, "restored", unless, _reading_s(prepared.source))
         if raised is not None:
             raise raised
-        for rank, one in enumerate(said):
+        for rank, one in zip(self._agreement.ranks.numbers, said, strict=True):
             if one["error"]:
                 raise StateError(
                     f"rank {rank} could not load all of {prepared.result.path}: {one['error']}. The ranks are not alike any "

@@ -15,10 +15,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..errors import CommunicationError, PhalanxError
+from ..errors import CommunicationError, MismatchError, PhalanxError
 from .failure.agreement import Settings, agreement_of
 from .failure.board import FailureBoard, board_of
 from .failure.waiter import Waiter
+from .ranks import Ranks, ranks_of
 from .work import Work
 
 __all__ = ["Collectives", "Work", "as_real"]
@@ -54,6 +55,16 @@ class Collectives(abc.ABC):
     @cached_property
     def _waiter(self) -> Waiter:
         return Waiter(self.board, self.names_failures)
+
+    @cached_property
+    def ranks(self) -> Ranks:
+        """How messages name the ranks of the group: whatever is said to a user names no other numbers."""
+        return ranks_of(self.group)
+
+    @property
+    def me(self) -> str:
+        """This rank, as a message of it begins."""
+        return self.ranks.me
 
     @cached_property
     def board(self) -> FailureBoard:
@@ -103,6 +114,10 @@ class Collectives(abc.ABC):
 
         Raises MismatchError if the others come to something else, where that would not be noticed by the transport.
         """
+
+    def refuse(self, error: MismatchError) -> None:
+        """Before raising `error`, which this rank alone has found out: the others, who may wait for it, raise as well."""
+        self.board.post_error(error)
 
     def _nobody_comes(self, where: str, silent: bool) -> CommunicationError:
         return self._waiter.explain(TimeoutError("no answer"), where, silent)

@@ -73,13 +73,14 @@ def _others(
     mine: torch.Tensor, said: torch.Tensor, collectives: Collectives, source: int, what: str
 ) -> MismatchError:
     (num, num_bytes, _), (num_there, bytes_there, _) = mine.tolist(), said.tolist()
+    there = collectives.ranks.numbers[source]
     error = MismatchError(
-        f"rank {collectives.rank}: {what} from rank {source}: this rank has {num} tensors of {num_bytes} bytes together, "
-        f"rank {source} has {num_there} of {bytes_there}, or each of another size. Add, remove and replace buffers on every "
+        f"{collectives.me}: {what} from rank {there}: this rank has {num} tensors of {num_bytes} bytes together, "
+        f"rank {there} has {num_there} of {bytes_there}, or each of another size. Add, remove and replace buffers on every "
         "rank alike."
     )
     # Rank `source` has sent and goes on: it is told at its next collective.
-    collectives.board.post_error(error)
+    collectives.refuse(error)
     return error
 
 
@@ -94,7 +95,7 @@ def replicate(
         buffer, windows = _windows([*facts, *chunk])
         if collectives.rank == source:
             torch._foreach_copy_(windows, [*facts, *chunk])
-        collectives.wait(collectives.broadcast(buffer, source), f"{what} from rank {source}")
+        collectives.wait(collectives.broadcast(buffer, source), f"{what} from rank {collectives.ranks.numbers[source]}")
         if collectives.rank != source:
             for mine, said in zip(facts, windows, strict=False):
                 if not torch.equal(said, mine):

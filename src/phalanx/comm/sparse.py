@@ -78,7 +78,7 @@ class SparseSum:
         dims = {dims for rows, dims in self._rows if rows} or {1}
         if len(dims) > 1:
             raise ReductionError(
-                f"rank {self._collectives.rank}: ranks differ in the number of sparse dimensions of one tensor: "
+                f"{self._collectives.me}: ranks differ in the number of sparse dimensions of one tensor: "
                 f"{[dims for _, dims in self._rows]}, in the order of ranks. Make it the same on every rank."
             )
         sparse_dims = dims.pop()

@@ -92,7 +92,7 @@ class UnregisteredCollectives(TorchCollectives):
         except PhalanxError:
             raise
         except RuntimeError as error:
-            raise CommunicationError(f"rank {self.rank}: {where}: {error}") from error
+            raise CommunicationError(f"{self.me}: {where}: {error}") from error
 
     def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, scale: float = 1.0) -> Work:
         whole = as_real(input).clone()

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ..comm.collectives import Collectives
+from ..comm.ranks import Ranks
 from ..errors import MismatchError
 from ..plan import BucketPlan
 
@@ -36,9 +37,9 @@ def _describe(spec: dict[str, Any] | None) -> str:
     return f"'{spec['name']}' ({layout}{kinds})"
 
 
-def _first_difference(plans: list[dict[str, Any]], rank: int) -> str:
-    mine = plans[0]
-    for other, plan in enumerate(plans):
+def _first_difference(plans: list[dict[str, Any]], ranks: Ranks) -> str:
+    me, first, mine = ranks.me, ranks.numbers[0], plans[0]
+    for other, plan in zip(ranks.numbers, plans, strict=True):
         if plan == mine:
             continue
         ours, theirs = mine["specs"], plan["specs"]
@@ -47,16 +48,16 @@ def _first_difference(plans: list[dict[str, Any]], rank: int) -> str:
             right = theirs[index] if index < len(theirs) else None
             if left != right:
                 return (
-                    f"rank {rank}: DDP expects same model across all ranks, but the models of the ranks differ. "
-                    f"Parameter {index}: rank 0 has {_describe(left)}, rank {other} has {_describe(right)} "
+                    f"{me}: DDP expects same model across all ranks, but the models of the ranks differ. "
+                    f"Parameter {index}: rank {first} has {_describe(left)}, rank {other} has {_describe(right)} "
                     f"({len(ours)} and {len(theirs)} trainable parameters). "
                     "Wrap the same model, with parameters in the same order, on every rank."
                 )
         return (
-            f"rank {rank}: the ranks' plans differ though their parameters are the same: rank 0 has bucket caps "
+            f"{me}: the ranks' plans differ though their parameters are the same: rank {first} has bucket caps "
             f"{mine['caps_bytes']}, rank {other} has {plan['caps_bytes']}. Give every rank the same bucket_cap_mb."
         )
-    return f"rank {rank}: the ranks' settings differ. Give every rank the same arguments."
+    return f"{me}: the ranks' settings differ. Give every rank the same arguments."
 
 
 def _gather_texts(text: str, collectives: Collectives, device: torch.device) -> list[str]:
@@ -92,9 +93,9 @@ def verify_same(
     values = [json.loads(text) for text in _gather_texts(json.dumps(plan.to_json()), collectives, device)]
     if all(value == values[0] for value in values):
         said = [bytes(row[32:].tolist()).decode().strip() for row in rows.cpu()]
-        table = "; ".join(f"rank {rank}: {words}" for rank, words in enumerate(said))
+        table = "; ".join(f"rank {rank}: {words}" for rank, words in zip(collectives.ranks.numbers, said, strict=True))
         raise MismatchError(
-            f"rank {collectives.rank}: the ranks wrapped the same model with different settings ({table}). "
+            f"{collectives.me}: the ranks wrapped the same model with different settings ({table}). "
             "Give every rank the same arguments."
         )
-    raise MismatchError(_first_difference(values, collectives.rank))
+    raise MismatchError(_first_difference(values, collectives.ranks))

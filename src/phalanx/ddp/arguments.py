@@ -326,11 +326,11 @@ def _in_words(tensor: torch.Tensor) -> str:
     return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
 
 
-def check_frozen(frozen: Sequence[tuple[str, torch.nn.Parameter]], rank: int) -> None:
+def check_frozen(frozen: Sequence[tuple[str, torch.nn.Parameter]], me: str) -> None:
     """Refuse parameters that were frozen when the model was wrapped and are not any more."""
     for name, param in frozen:
         if param.requires_grad:
             raise ReductionError(
-                f"rank {rank}: parameter '{name}' was frozen when the model was wrapped and requires a gradient now, which "
+                f"{me}: parameter '{name}' was frozen when the model was wrapped and requires a gradient now, which "
                 "no rank would reduce. Unfreeze parameters before wrapping, or wrap the module again."
             )

@@ -274,7 +274,7 @@ class DistributedDataParallel(TorchBase):
         self.collectives.board.retract_failure()
         forward = None
         if torch.is_grad_enabled():
-            arguments.check_frozen(self._frozen, self.collectives.rank)
+            arguments.check_frozen(self._frozen, self.collectives.me)
             # Before any other collective: it may have to bring all ranks to the same point first.
             forward = self.reducer.forward_begins(self.require_backward_grad_sync)
             self.follow_moved_parameters()

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from phalanx.comm.failure.arrivals import Arrivals
 from phalanx.comm.failure.board import launcher_serves_store
+from phalanx.comm.failure.interruption import interruptible
 from phalanx.errors import CommunicationError, PeerFailure
-from phalanx.launch.elastic.group import interruptible
 from phalanx.launch.environment import Environment
 from phalanx.launch.records.ends import ends_known_to
 from phalanx.launch.variables import AGENT_PID, RUN_STORE
@@ -30,7 +30,7 @@ def join(environment: Environment, backend: str, timeout: timedelta | None, on_c
         # By a connection of its own: a store that waits for a key, as gloo has it do, answers nobody else meanwhile.
         connection: dist.Store = store.clone()  # type: ignore[attr-defined]  # missing in torch's stubs
         own = dist.PrefixStore("joining", connection)
-        arrivals = Arrivals(own, (rank, world), limit.total_seconds(), ends_known_to(os.environ), serves)
+        arrivals = Arrivals(own, (rank, range(world)), limit.total_seconds(), ends_known_to(os.environ), serves)
         arrivals.wait()
     except CommunicationError:
         raise

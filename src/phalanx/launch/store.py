@@ -176,7 +176,7 @@ def _answer(run: _Point, torchs: Callable[..., Any]) -> Callable[..., Iterator[t
         if (rank, point.world) == (os.environ.get("RANK"), run.world):
             limit: timedelta = store.timeout  # type: ignore[attr-defined]  # missing in torch's stubs
             # Before anybody makes a group, which would wait for a rank that has ended until the time limit.
-            arrivals = Arrivals(ours, (int(rank), run.world), limit.total_seconds(), ends_known_to(os.environ))
+            arrivals = Arrivals(ours, (int(rank), range(run.world)), limit.total_seconds(), ends_known_to(os.environ))
             arrivals.wait()
             arrivals.met()  # what comes after is another's to watch
         yield ours, int(rank), point.world

@@ -86,9 +86,10 @@ def _norm_of_norms(own: torch.Tensor, limits: tuple[float, float, float], collec
     rows = everyone.view(collectives.world, -1)
     # On a device the host would have to wait for the answer; there the next backward tells (`zero.settings`).
     if own.device.type == "cpu" and bool((rows[:, 1:] != rows[0, 1:]).any()):
-        said = [f"rank {rank}: max_norm={row[1]:g}, norm_type={row[2]:g}" for rank, row in enumerate(rows.tolist())]
+        by_rank = zip(collectives.ranks.numbers, rows.tolist(), strict=True)
+        said = [f"rank {rank}: max_norm={row[1]:g}, norm_type={row[2]:g}" for rank, row in by_rank]
         raise MismatchError(
-            f"rank {collectives.rank}: the ranks differ in the limits of clip_grad_norm_ ({'; '.join(said)}). No gradient "
+            f"{collectives.me}: the ranks differ in the limits of clip_grad_norm_ ({'; '.join(said)}). No gradient "
             "was changed. Give every rank the same arguments."
         )
     norm: torch.Tensor = torch.linalg.vector_norm(rows[:, 0], limits[1])

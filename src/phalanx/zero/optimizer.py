@@ -333,9 +333,9 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
             self.consolidate_state_dict()
         if self._consolidated is None:
             raise NotConsolidated(
-                f"rank {self.rank}: Optimizer state has not been consolidated on this rank since the last step. Please "
-                f"call `consolidate_state_dict(to={self.rank})` on all ranks beforehand if you meant to save the "
-                "global state, or sharded_state_dict() to save it without gathering."
+                f"{self._sharded.collectives.me}: Optimizer state has not been consolidated on this rank since the last "
+                f"step. Please call `consolidate_state_dict(to={self.rank})` on all ranks beforehand if you meant to save "
+                "the global state, or sharded_state_dict() to save it without gathering."
             )
         return self._packed(self._consolidated)
 

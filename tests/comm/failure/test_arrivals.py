@@ -25,7 +25,7 @@ def ended(*gone: int) -> Callable[[Collection[int]], Mapping[int, str]]:
 
 def wait_in(store: dist.Store, rank: int, limit_s: float = LIMIT_S, gone: Collection[int] = ()) -> CommunicationError | None:
     try:
-        Arrivals(store, (rank, 3), limit_s, ended(*gone)).wait()
+        Arrivals(store, (rank, range(3)), limit_s, ended(*gone)).wait()
     except CommunicationError as error:
         return error
     return None
@@ -77,7 +77,7 @@ def test_who_ends_because_of_another_is_not_taken_for_the_cause() -> None:
 
 def test_a_rank_that_ends_after_it_has_met_is_missed_by_nobody() -> None:
     store = dist.HashStore()
-    arrivals = [Arrivals(store, (rank, 2), LIMIT_S) for rank in range(2)]
+    arrivals = [Arrivals(store, (rank, range(2)), LIMIT_S) for rank in range(2)]
     arrivals[0].wait()
     arrivals[1].met()
     lose(store, 1)
@@ -87,4 +87,4 @@ def test_a_rank_that_ends_after_it_has_met_is_missed_by_nobody() -> None:
 def test_a_rank_of_which_nothing_is_known_is_named_at_the_time_limit() -> None:
     store = dist.HashStore()
     with pytest.raises(CollectiveTimeout, match="rank 1, 2 did not come to the meeting of the 3 ranks within 1 s"):
-        Arrivals(store, (0, 3), 1.0).wait()
+        Arrivals(store, (0, range(3)), 1.0).wait()

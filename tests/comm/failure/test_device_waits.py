@@ -19,7 +19,7 @@ WHERE = "step 7, bucket 2"
 def board(timeout_s: float = 30.0, alarmed: bool = False, posted: list[Failure] | None = None, missing: Any = ()) -> Any:
     """A failure board as the waiter asks it."""
     made = mock.create_autospec(FailureBoard, instance=True)
-    made.rank, made.world, made.timeout_s = 1, 4, timeout_s
+    made.rank, made.me, made.members, made.timeout_s = 1, "rank 1", range(4), timeout_s
     made.is_alarmed.return_value = alarmed
     made.failures.return_value = posted or []
     made.roll_call.return_value = Roll(tuple(missing), {})

@@ -126,8 +126,8 @@ def test_an_agreement_is_interrupted(store: InterruptibleStore, alarm: Alarm) ->
 def test_ranks_that_meet_are_interrupted(store: InterruptibleStore, alarm: Alarm) -> None:
     """Rank 1 has told its address, and dies before it connects."""
     prefixed = dist.PrefixStore("r", store)
-    other = Rendezvous(prefixed, 1, 2, LIMIT)
-    mine = Rendezvous(prefixed, 0, 2, LIMIT)
+    other = Rendezvous(prefixed, 1, range(2), LIMIT)
+    mine = Rendezvous(prefixed, 0, range(2), LIMIT)
     announced = threading.Thread(target=other.announce, args=("host",))
     announced.start()
     mine.announce("host")
@@ -142,7 +142,7 @@ def test_ranks_that_meet_are_interrupted(store: InterruptibleStore, alarm: Alarm
 def test_one_who_ends_amid_the_rendezvous_is_a_lost_peer(store: InterruptibleStore) -> None:
     """Rank 0 listens, and dies with rank 1 in its queue: no stranger, but the end of a rank."""
     prefixed = dist.PrefixStore("r", store)
-    listening, mine = Rendezvous(prefixed, 0, 2, LIMIT), Rendezvous(prefixed, 1, 2, LIMIT)
+    listening, mine = Rendezvous(prefixed, 0, range(2), LIMIT), Rendezvous(prefixed, 1, range(2), LIMIT)
     announced = threading.Thread(target=listening.announce, args=("host",))
     announced.start()
     mine.announce("host")

@@ -85,7 +85,7 @@ def _breaks(rank: int, world: int) -> tuple[str, tuple[int, ...]]:
 
 def test_a_failure_seen_through_the_future_of_a_hook_keeps_its_ranks() -> None:
     (words, ranks), _ = run_ranks(2, _breaks, backend="phalanx")
-    assert words.startswith(("bucket 3, hook mine: rank 0", "bucket 3, hook mine: rank 1"))
+    assert words.startswith(("bucket 3, hook mine: rank 0: ", "rank 0: bucket 3, hook mine: rank 1 "))
     assert ranks == (1,) and "at fault" not in words
 
 

@@ -12,7 +12,8 @@ itself, so that later ones cost a look into a set. A rank that comes to known co
 that nobody has agreed upon, asks, and has sent nothing.
 
 A rank that changed something alone asks for an agreement to which nobody comes. It is found out by the counts: who has
-launched more than this rank had when it asked, without having agreed as often, has passed by.
+launched more than this rank had when it asked, without having agreed as often, has passed by. Ranks that come to other
+collectives of which each is known wait for each other; what each has launched last is compared then (`waiter`).
 Must not know what settings mean.
 """
 
@@ -22,6 +23,7 @@ import hashlib
 import json
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -35,6 +37,8 @@ Settings = Mapping[str, str]
 # Given what was waited for, and whether the time limit has passed: the error to raise.
 Fail = Callable[[str, bool], CommunicationError]
 
+MOST_RECENT = 64
+"""How many of its last collectives a rank that waits tells the others."""
 _MOST_PAIRS = 1024  # of collectives in a row; a program that has more does not repeat itself, and is not held up each time
 Kind = tuple[str, int, torch.dtype | None, int]
 """Of a collective: the verb, how many elements of which dtype (0 and None: any), and the root or -1."""
@@ -54,26 +58,26 @@ def fingerprint(text: bytes) -> bytes:
     return hashlib.sha256(text).digest()
 
 
-def differences(texts: Sequence[bytes]) -> str:
-    """What differs, and which ranks have what; `texts` as made by `encode`, in the order of ranks."""
+def differences(texts: Sequence[bytes], ranks: Sequence[int]) -> str:
+    """What differs, and which of `ranks` have what; `texts` as made by `encode`, one per rank."""
     occasions, settings = zip(*(json.loads(text) for text in texts), strict=True)
     if len(set(occasions)) > 1:
         # What is known by one name is shown by its value: the next collective says little, a barrier more.
         single = [f" ({' '.join(said.values())})" if len(said) == 1 else "" for said in settings]
         points = [occasion + value for occasion, value in zip(occasions, single, strict=True)]
-        return f"the ranks are not at the same point: {_by_value(points)}"
+        return f"the ranks are not at the same point: {_by_value(points, ranks)}"
     names = sorted({name for said in settings for name in said}, key=lambda name: (len(name), name))
     differing = [name for name in names if len({said.get(name) for said in settings}) > 1]
-    told = [f"{name} is {_by_value([said.get(name, 'missing') for said in settings])}" for name in differing[:5]]
+    told = [f"{name} is {_by_value([said.get(name, 'missing') for said in settings], ranks)}" for name in differing[:5]]
     more = f" (and {len(differing) - 5} more)" if len(differing) > 5 else ""
     return f"the ranks differ in {occasions[0]}: {'; '.join(told)}{more}"
 
 
-def _by_value(values: Sequence[str]) -> str:
+def _by_value(values: Sequence[str], ranks: Sequence[int]) -> str:
     holders: dict[str, list[int]] = {}
-    for rank, value in enumerate(values):
+    for rank, value in zip(ranks, values, strict=True):
         holders.setdefault(value, []).append(rank)
-    return ", ".join(f"{value} on rank {', '.join(map(str, ranks))}" for value, ranks in holders.items())
+    return ", ".join(f"{value} on rank {', '.join(map(str, holding))}" for value, holding in holders.items())
 
 
 def agreeing_on(occasion: str, changed: str) -> str:
@@ -81,16 +85,16 @@ def agreeing_on(occasion: str, changed: str) -> str:
     return f"agreeing on {occasion}{f' ({changed})' if changed else ''}"
 
 
-def disagreement(rank: int, texts: Sequence[bytes]) -> MismatchError:
+def disagreement(me: str, texts: Sequence[bytes], ranks: Sequence[int]) -> MismatchError:
     """The error for settings that differ; the same on every rank but for its beginning."""
-    return MismatchError(f"rank {rank}: {differences(texts)}. Give every rank the same arguments, at the same point.")
+    return MismatchError(f"{me}: {differences(texts, ranks)}. Give every rank the same arguments, at the same point.")
 
 
-def _in_words(kind: Kind) -> str:
+def _in_words(kind: Kind, ranks: Sequence[int]) -> str:
     verb, numel, dtype, root = kind
     if dtype is None:
         return verb if not numel else f"{verb} ({numel})"
-    return f"{verb} of {numel} x {str(dtype).removeprefix('torch.')}{'' if root < 0 else f' from rank {root}'}"
+    return f"{verb} of {numel} x {str(dtype).removeprefix('torch.')}{'' if root < 0 else f' from rank {ranks[root]}'}"
 
 
 class StoreAgreement:
@@ -101,6 +105,10 @@ class StoreAgreement:
         self._store = board.store_for("agreements")
         self._pairs: set[tuple[Kind | None, Kind]] = set()
         self._last: Kind | None = None
+        self._recent: deque[Kind] = deque(maxlen=MOST_RECENT)
+        # Not of `self`, which the board would keep: it is kept by the board.
+        recent, members = self._recent, board.members
+        board.recent = lambda: [_in_words(kind, members) for kind in recent]
 
     @property
     def _board(self) -> FailureBoard:
@@ -116,10 +124,12 @@ class StoreAgreement:
         """The same, of what has no tensor."""
         pair = (self._last, kind)
         if pair not in self._pairs and len(self._pairs) < _MOST_PAIRS:
-            words = f"what to start is {_in_words(kind)}{'' if self._last is None else f', after {_in_words(self._last)}'}"
-            self.agree("the next collective", {"what to start": _in_words(kind)}, fail, words)
+            now = _in_words(kind, self._board.members)
+            after = "" if self._last is None else f", after {_in_words(self._last, self._board.members)}"
+            self.agree("the next collective", {"what to start": now}, fail, f"what to start is {now}{after}")
             self._pairs.add(pair)
         self._last = kind
+        self._recent.append(kind)
         # Not before: whoever passes by an agreement is found out by having launched more.
         self._board.launched += 1
 
@@ -139,12 +149,11 @@ class StoreAgreement:
             # The store is gone, or silent, and whoever serves it with it.
             raise fail(where, isinstance(error, SilentStoreError)) from error
         if texts:
-            raise disagreement(self._board.rank, texts)
+            raise disagreement(self._board.me, texts, self._board.members)
 
     def _exchange(self, key: str, mine: bytes, where: str, fail: Fail) -> list[bytes]:
-        world, rank = self._board.world, self._board.rank
-        keys = [f"{key}/{other}" for other in range(world)]
-        self._store.set(keys[rank], mine.decode())
+        keys = [f"{key}/{rank}" for rank in self._board.members]
+        self._store.set(f"{key}/{self._board.rank}", mine.decode())
         pause_s, looked = _FIRST_POLL_S, time.monotonic()
         with LongWait(self._board, where) as wait:
             # Asked again and again rather than waited for: nobody could interrupt a wait in the store.
@@ -166,7 +175,7 @@ class StoreAgreement:
         for rank, wait in self._board.waits().items():
             if wait.launched > self._board.launched and wait.agreed < self._board.agreed:
                 error = MismatchError(
-                    f"rank {self._board.rank}: this rank is at {where}, and rank {rank} has passed by: it waits at "
+                    f"{self._board.me}: this rank is at {where}, and rank {rank} has passed by: it waits at "
                     f"{wait.where}. Do the same, in the same order, on every rank."
                 )
                 # The other rank waits for a collective that this one will not join.
@@ -175,9 +184,10 @@ class StoreAgreement:
 
     def _look_for_ended(self, keys: Sequence[str], where: str, fail: Fail) -> None:
         """Nothing is under way with a rank that is waited for here, so that no connection tells of its death."""
-        ended = self._board.ended([rank for rank, key in enumerate(keys) if not self._store.check([key])])
+        of_ranks = dict(zip(self._board.members, keys, strict=True))
+        ended = self._board.ended([rank for rank, key in of_ranks.items() if not self._store.check([key])])
         # Asked again: it may have answered, and ended after that.
-        if any(not self._store.check([keys[rank]]) for rank in ended):
+        if any(not self._store.check([of_ranks[rank]]) for rank in ended):
             raise fail(where, False)
 
 

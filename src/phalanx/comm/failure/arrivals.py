@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -47,17 +47,23 @@ class Arrivals:
     """One rank's view of who has come. `wait`, then make the group, then `met`. An `Interruption` meanwhile."""
 
     def __init__(
-        self, store: dist.Store, place: tuple[int, int], limit_s: float, ends: Ends = nobody_knows, serves: bool = False
+        self,
+        store: dist.Store,
+        place: tuple[int, Sequence[int]],
+        limit_s: float,
+        ends: Ends = nobody_knows,
+        serves: bool = False,
     ) -> None:
-        """`place`: this rank, and the size of the world. `serves`: the store ends with this process."""
-        self._rank, self._world = place
+        """`place`: this rank, and all ranks of the group, by their numbers in the world. `serves`: the store ends with this
+        process."""
+        self._rank, self._members = place
         self._limit_s = limit_s
         self._ends = ends
         self._serves = serves
         self._has_met = False
         self._process = identity()
         self._come: dict[int, dict[str, Any]] = {self._rank: self._process}
-        self._store = AnsweringStore(dist.PrefixStore("phalanx/arrivals", store), _is_tcp(store) and not serves, limit_s)
+        self._store = AnsweringStore(dist.PrefixStore("phalanx/arrivals", store), is_tcp(store) and not serves, limit_s)
         self._store.set(f"come/{self._rank}", json.dumps(self._process))
         self._looked = time.monotonic()
         tell_at_the_end(self)
@@ -69,8 +75,8 @@ class Arrivals:
             error = self.error()
             if error is None and waiting.seconds > self._limit_s:
                 error = CollectiveTimeout(
-                    f"rank {self._rank}: rank {_listed(absent)} did not come to the meeting of the {self._world} ranks "
-                    f"within {self._limit_s:g} s. Start every rank, see its output if it has ended, or raise the limit.",
+                    f"rank {self._rank}: rank {_listed(absent)} did not come to the meeting of the {len(self._members)} "
+                    f"ranks within {self._limit_s:g} s. Start every rank, see its output if it has ended, or raise it.",
                     absent,
                 )
             if error is not None:
@@ -125,10 +131,10 @@ class Arrivals:
                 time.sleep(_LONGEST_PAUSE_S)
 
     def _absent(self) -> list[int]:
-        for rank in range(self._world):
+        for rank in self._members:
             if rank not in self._come and self._store.check([f"come/{rank}"]):
                 self._come[rank] = json.loads(self._store.get(f"come/{rank}"))
-        return [rank for rank in range(self._world) if rank not in self._come]
+        return [rank for rank in self._members if rank not in self._come]
 
     def _find(self) -> CommunicationError | None:
         found = {**self._lost(), **self._ends(self._absent())}
@@ -150,7 +156,8 @@ class Arrivals:
         return {rank: "has ended" for rank in ended if not self._store.check([f"met/{rank}"])}
 
 
-def _is_tcp(store: dist.Store) -> bool:
+def is_tcp(store: dist.Store) -> bool:
+    """Whether a server keeps it, below whatever prefixes."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     return isinstance(store, dist.TCPStore)

@@ -24,13 +24,14 @@ import os
 import time
 import weakref
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
 
 from ...errors import CommunicationError
+from ..ranks import ranks_of
 from .answering import AnsweringStore
 from .last_words import tell_at_the_end
 from .processes import has_ended, identity
@@ -47,6 +48,8 @@ class Wait:
     where: str
     launched: int
     agreed: int
+    recent: list[str]
+    """The last collectives that it has launched, in words."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +77,14 @@ class FailureBoard:
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self.rank = group.rank()
-        self.world = group.size()
+        ranks = ranks_of(group)
+        self.me = ranks.me
+        # As users know them, here and in every key and note: what is read here is what is said.
+        self.rank, self.members = ranks.own, ranks.numbers
+        self.world = len(self.members)
         self.timeout_s = group_timeout_s(group)
         self.launched = self.agreed = 0  # counted where ranks agree by the store (`agreement`)
+        self.recent: Callable[[], list[str]] = list  # the last that were launched, in words; asked of a rank that waits
         shared = _store_of(group)
         # Notes on a store of this rank alone reach nobody, and nobody's reach us: failures are then known by what the
         # transport says, and nothing can be asked of the others here.
@@ -135,7 +142,7 @@ class FailureBoard:
     def note_wait(self, where: str) -> None:
         """This rank has waited for seconds: say where, for those who wait as well and wonder."""
         with contextlib.suppress(RuntimeError, OSError):
-            self._store.set(f"waits/{self.rank}", json.dumps([where, self.launched, self.agreed]))
+            self._store.set(f"waits/{self.rank}", json.dumps([where, self.launched, self.agreed, self.recent()]))
 
     def forget_wait(self) -> None:
         """The wait is over."""
@@ -179,7 +186,7 @@ class FailureBoard:
         return found
 
     def _written(self, kind: str) -> dict[int, str]:
-        others = [rank for rank in range(self.world) if rank != self.rank]
+        others = [rank for rank in self.members if rank != self.rank]
         there = [rank for rank in others if self._store.check([f"{kind}/{rank}"])]
         texts = {rank: self._store.get(f"{kind}/{rank}").decode() for rank in there}
         return {rank: text for rank, text in texts.items() if text}
@@ -219,7 +226,7 @@ class FailureBoard:
             with self._limited(wait_s):
                 self._store.set(f"{key}/{self.rank}", text)
                 while len(said) < self.world:
-                    for rank in range(self.world):
+                    for rank in self.members:
                         if rank not in said and self._store.check([f"{key}/{rank}"]):
                             said[rank] = self._store.get(f"{key}/{rank}").decode()
                     if len(said) == self.world or time.monotonic() > deadline:
@@ -237,7 +244,7 @@ class FailureBoard:
         said = self.exchange("alive", where, wait_s)
         if len(said) == 1 and self.world > 2 and not self._reachable():
             return Roll((0,), said)
-        return Roll(tuple(rank for rank in range(self.world) if rank not in said), said)
+        return Roll(tuple(rank for rank in self.members if rank not in said), said)
 
     def _reachable(self) -> bool:
         try:
@@ -284,7 +291,7 @@ class FailureBoard:
     def stay_for_others(self) -> None:
         """Before a process ends by an exception: if it takes the store with it, let the others read first."""
         self.conclude()
-        others = [rank for rank in range(self.world) if rank != self.rank and rank not in self._gone]
+        others = [rank for rank in self.members if rank != self.rank and rank not in self._gone]
         if others and not self.is_quick and self._serves_store:
             deadline = time.monotonic() + _STAY_S
             with contextlib.suppress(RuntimeError, OSError):

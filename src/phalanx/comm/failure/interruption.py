@@ -4,12 +4,15 @@ A rank that waits in the store cannot see that the one it waits for has died: no
 the ranks does see it. So a store may be given something to ask, an `Interruption`, and then everything that goes through the
 store (agreements, rendezvous, gloo's own connecting, which waits in C++) ends at once with the error that this names.
 
-The transports themselves notice a death by their own sockets, and are not slowed down by anything here.
+What goes through no store, as gloo's connecting to an address that it has been told, is done by a thread that can be left
+behind (`interruptible`). The transports notice a death by their own sockets, and are not slowed down by anything here.
 Must not know who interrupts, nor why.
 """
 
 from __future__ import annotations
 
+import ctypes
+import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -18,12 +21,15 @@ from typing import Protocol, TypeVar
 import torch.distributed as dist
 
 from ...errors import CommunicationError
+from . import gloo_threads
 
 T = TypeVar("T")
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0002, 0.01
 # A store that fails by the end of the rank that serves it fails a moment before whoever interrupts has heard of that end.
 _GRACE_S = 0.5
+_LOOK_S = 0.02
+_LEAVING_S = 0.3  # whatever waits by the store ends by itself when that is interrupted
 
 
 class Interruption(Protocol):
@@ -134,3 +140,49 @@ class InterruptibleStore(dist.Store):
             if error is None:
                 raise
             raise error from failure
+
+
+def interruptible(make: Callable[[], None], interruption: Interruption) -> None:
+    """Call `make`, in a thread that is left behind if it is interrupted: it comes to nothing then, whenever it returns."""
+    raised: list[BaseException] = []
+    done = threading.Event()
+
+    def run() -> None:
+        _inside.is_so = True
+        try:
+            make()
+        except BaseException as error:  # raised again where it is waited for
+            raised.append(error)
+        finally:
+            done.set()
+
+    # A daemon: the process may end before the connection that it waits for is given up.
+    thread = threading.Thread(target=run, name="phalanx-joining", daemon=True)
+    thread.start()
+    while not done.wait(_LOOK_S):
+        error = interruption.error()
+        if error is not None and not done.wait(_LEAVING_S):
+            _give_up(thread)
+            raise error
+    if raised:
+        raise raised[0]
+
+
+def is_interruptible() -> bool:
+    """Whether what runs here is left behind when somebody interrupts: it need not watch anybody itself."""
+    return getattr(_inside, "is_so", False)
+
+
+_inside = threading.local()
+
+
+class _GivenUp(BaseException):
+    """Raised in a thread that was left behind, as soon as it comes back to Python."""
+
+
+def _give_up(thread: threading.Thread) -> None:
+    # Not documented in Python's own library, but in its C API. Before the thread could make the group, which it may still
+    # get from C++, the default one of this process: by then there may be another.
+    assert thread.ident is not None, "it was started"
+    gloo_threads.leave_behind(thread)
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(_GivenUp))

@@ -11,7 +11,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -41,19 +41,19 @@ class LongWait:
     A context around the wait. A note that outlived it would let others think that this rank has passed by their agreement.
     """
 
-    __slots__ = ("_board", "_is_noted", "_waiting", "_where")
+    __slots__ = ("_board", "_waiting", "_where", "is_noted")
 
     def __init__(self, board: FailureBoard, where: str) -> None:
         self._board = board
         self._where = where
         self._waiting: Waiting | None = None  # most waits are over before anybody looks
-        self._is_noted = False
+        self.is_noted = False
 
     def __enter__(self) -> LongWait:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._is_noted:
+        if self.is_noted:
             self._board.forget_wait()
 
     @property
@@ -65,19 +65,19 @@ class LongWait:
     def look(self) -> None:
         """Called about once a second while waiting."""
         self._waiting = self._waiting or Waiting(say)
-        if self._waiting.seconds >= _NOTE_S and not self._is_noted:
-            self._is_noted = True
+        if self._waiting.seconds >= _NOTE_S and not self.is_noted:
+            self.is_noted = True
             self._board.note_wait(self._where)
         self._waiting.look(self._words)
 
     def _words(self) -> str:
         others = self._board.waits()
-        absent = [rank for rank in range(self._board.world) if rank != self._board.rank and rank not in others]
+        absent = [rank for rank in self._board.members if rank != self._board.rank and rank not in others]
         apart = {rank: wait.where for rank, wait in others.items() if wait.where != self._where}
         elsewhere = "; ".join(f"rank {rank} waits at {where}" for rank, where in apart.items())
         # Those who wait as well have said so by now: the others do something else, or are no more.
         who = f"for rank {_listed(absent)}" if absent else "and so do all others"
-        return f"rank {self._board.rank} waits {who}, at {self._where}{f' ({elsewhere})' if elsewhere else ''}"
+        return f"{self._board.me} waits {who}, at {self._where}{f' ({elsewhere})' if elsewhere else ''}"
 
 
 class Waiter:
@@ -105,6 +105,24 @@ class Waiter:
                     if silent or self.board.is_alarmed():
                         raise self.explain(error, where, silent) from error
                     wait.look()
+                    self._compare_launches(wait, where)
+
+    def _compare_launches(self, mine: LongWait, where: str) -> None:
+        """Ranks that wait for other collectives than each other, each of which is known to all, would do so for ever."""
+        if not mine.is_noted:
+            return
+        launched = numbered(self.board.launched, self.board.recent())
+        for rank, wait in self.board.waits().items():
+            theirs = numbered(wait.launched, wait.recent)
+            number = min((each for each in launched.keys() & theirs.keys() if launched[each] != theirs[each]), default=None)
+            if number is not None:
+                error = MismatchError(
+                    f"{self.board.me}: {where}: the ranks have come to different collectives: number {number} of this group "
+                    f"is {launched[number]} here, and {theirs[number]} on rank {rank}, which waits at {wait.where}. Do the "
+                    "same, in the same order and equally often, on every rank."
+                )
+                self.board.post_error(error)
+                raise error
 
     def run(self, wait: Callable[[], Any], where: str) -> None:
         """A wait of a transport that wakes up by itself and knows the rank: only where it happened is missing."""
@@ -113,7 +131,7 @@ class Waiter:
             wait()
         except CommunicationError as error:
             self.board.give_up_on(error.ranks)
-            raise type(error)(f"{where}: {error}", error.ranks) from error
+            raise self._placed(error, where) from error
         except MismatchError as error:
             raise self.mismatch(error, where) from error
 
@@ -144,15 +162,20 @@ class Waiter:
             # Done, so it does not block; but unlike `value` it orders the current stream after what the future stands for.
             return future.wait()
         except CommunicationError as error:
-            raise type(error)(f"{where}: {error}", error.ranks) from error
+            raise self._placed(error, where) from error
         except RuntimeError as error:
             if (named := _named_in(str(error))) is not None:
                 if isinstance(named, MismatchError):
                     raise self.mismatch(named, where) from error
                 assert isinstance(named, CommunicationError), "there are no other kinds in the table"
                 self.board.give_up_on(named.ranks)
-                raise type(named)(f"{where}: {named}", named.ranks) from error
+                raise self._placed(named, where) from error
             raise self.explain_transport(error, where) from error
+
+    def _placed(self, error: CommunicationError, where: str) -> CommunicationError:
+        """The error with where it reached this rank. What another rank has told says nothing of this one."""
+        me = "" if str(error).startswith(f"rank {self.board.rank}:") else f"{self.board.me}: "
+        return type(error)(f"{me}{where}: {error}", error.ranks)
 
     def mismatch(self, error: MismatchError, where: str) -> MismatchError:
         """The ranks came to different collectives: every rank is told what each was at."""
@@ -173,7 +196,7 @@ class Waiter:
         return self.explain(error, where, _is_timeout(error)) if failed else error
 
     def _explain(self, error: BaseException, where: str, timed_out: bool) -> CommunicationError:
-        me = f"rank {self.board.rank}: {where}"
+        me = f"{self.board.me}: {where}"
         # First of all: ranks that wait for another collective look up and answer the roll only if alarmed.
         self.board.raise_alarm()
         posted = self.board.failures()
@@ -204,6 +227,11 @@ class Waiter:
                 missing,
             )
         return PeerFailure(f"{me}: rank {who} died, left the group or hangs. Look at its log. ({words})", missing)
+
+
+def numbered(launched: int, recent: Sequence[str]) -> dict[int, str]:
+    """The last of `launched` collectives, by their number: counted from 0, on every rank alike."""
+    return dict(enumerate(recent, start=launched - len(recent)))
 
 
 _NAMED: dict[str, type[PhalanxError]] = {

@@ -16,10 +16,10 @@ from ..shm.transport.team import ControlBlock, Team
 
 
 def connect(
-    store: dist.Store, rank: int, world: int, global_ranks: Sequence[int], timeout: timedelta
+    store: dist.Store, rank: int, global_ranks: Sequence[int], timeout: timedelta
 ) -> Operations:
     """The operations of a group; every rank of it calls this. `global_ranks` is how messages name its ranks."""
-    rendezvous = Rendezvous(store, rank, world, timeout)
+    rendezvous = Rendezvous(store, rank, global_ranks, timeout)
     try:
         teams = teams_of(rendezvous.announce(host_identity()))
         members = next(team for team in teams if rank in team)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ...errors import MismatchError
 from ..collectives import Collectives, Work, as_real
 from ..failure.agreement import Settings, agreeing_on, disagreement, encode, fingerprint
 from ..memory.segment import process_memory
@@ -53,13 +54,19 @@ class ShmCollectives(Collectives):
         said = self._exchange(mine, where)
         if len(set(said)) > 1:
             longest = max(int.from_bytes(each[-8:], "big") for each in said)
-            raise disagreement(self.rank, [row.rstrip() for row in self._exchange(text.ljust(longest), where)])
+            texts = [row.rstrip() for row in self._exchange(text.ljust(longest), where)]
+            raise disagreement(self.me, texts, self.ranks.numbers)
 
     def _exchange(self, mine: bytes, where: str) -> list[bytes]:
         """What each rank gives; as long on every rank."""
         everyone = torch.empty(self.world * len(mine), dtype=torch.uint8)
         self.wait(self.all_gather(everyone, torch.frombuffer(bytearray(mine), dtype=torch.uint8)), where)
         return [bytes(row.tolist()) for row in everyone.view(self.world, -1)]
+
+    def refuse(self, error: MismatchError) -> None:
+        """As of any collectives; by the links, since nobody who waits here reads the board."""
+        super().refuse(error)
+        self._lane.abort(f"rank {self._lane.global_rank} failed: {type(error).__name__}: {error}")
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A zeroed flat tensor in the segment, if `device` is the processor."""

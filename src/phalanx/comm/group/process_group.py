@@ -41,6 +41,7 @@ from .devices import DeviceBackends
 from .direct import ShmCollectives
 from .lane import Lane
 from .lifetime import close_at_exit
+from .making import watched
 from .members import agree_on_members, forget_members
 
 _SMALL_BYTES = 1024
@@ -66,13 +67,7 @@ class PhalanxProcessGroup(dist.ProcessGroup):
         # The constructor with a store cannot be used by a subclass; see `get_group_store`.
         super().__init__(rank, world)  # type: ignore[call-arg]
         self._store = store
-        # First of all: gloo, below, would wait for ranks that are in no such group.
-        agree_on_members(store, global_ranks[rank], global_ranks, timeout)
-        self._others = DeviceBackends(self, store, rank, world, timeout)
-        operations = connect(dist.PrefixStore("phalanx", store), rank, world, global_ranks, timeout)
-        forget_members(store, global_ranks[rank])
-        others = self._others  # not `self`, which the finalizer below is to outlive
-        self.lane = Lane(operations, lambda: others.timeout)
+        watched(lambda: self._connect(rank, global_ranks, timeout), store, global_ranks[rank], global_ranks, timeout)
         # Works that Python drops while C++ holds them, as torch's wrapper does in join(): with its Python half gone, a work
         # is c10d's base class, whose `wait` never ends. Only small ones, which hold next to nothing: of the two functions of
         # torch that take a work, `_set_forward_pass_work_handle` is given one number, and `_register_work` holds Python's
@@ -82,6 +77,16 @@ class PhalanxProcessGroup(dist.ProcessGroup):
         # The group may be dropped without having been destroyed.
         close_at_exit(self.lane)
         self._finalizer = weakref.finalize(self, self.lane.close)
+
+    def _connect(self, rank: int, global_ranks: Sequence[int], timeout: timedelta) -> None:
+        store, me = self._store, global_ranks[rank]
+        # First of all: gloo, below, would wait for ranks that are in no such group.
+        agree_on_members(store, me, global_ranks, timeout)
+        others = self._others = DeviceBackends(self, store, rank, len(global_ranks), timeout)
+        operations = connect(dist.PrefixStore("phalanx", store), rank, global_ranks, timeout)
+        forget_members(store, me)
+        # Not of `self`, which the finalizer of the group is to outlive.
+        self.lane = Lane(operations, lambda: others.timeout)
 
     # ---- what c10d asks about
 

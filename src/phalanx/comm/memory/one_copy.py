@@ -40,10 +40,11 @@ def allocate_one_copy(numel: int, dtype: torch.dtype, collectives: Collectives) 
         everyone = torch.zeros(collectives.world * mine.numel(), dtype=torch.int64)
         collectives.wait(collectives.all_gather(everyone, mine), "finding memory to share")
         rows = everyone.view(collectives.world, -1).tolist()
-        elsewhere = [rank for rank, row in enumerate(rows) if row[:3] != rows[0][:3]]
+        numbers = collectives.ranks.numbers
+        elsewhere = [rank for rank, row in zip(numbers, rows, strict=True) if row[:3] != rows[0][:3]]
         if elsewhere:
             raise ConfigError(
-                f"rank {collectives.rank}: ranks {elsewhere} run on another host (or container) than rank 0, so they "
+                f"{collectives.me}: ranks {elsewhere} run on another host (or container) than rank {numbers[0]}, so they "
                 "cannot share memory with it. Use shared_parameters=False."
             )
         tensor = _mapped(fd, num_bytes) if collectives.rank == 0 else _opened(rows[0][3], rows[0][4], num_bytes)

@@ -57,9 +57,9 @@ class DriftCheck(Listener):
         names = [name for (name, _), odd in zip(named, differs.tolist(), strict=True) if odd]
         column = rows[:, int(differs.nonzero()[0])].tolist()
         usual = max(column, key=column.count)
-        odd = ", ".join(str(rank) for rank, value in enumerate(column) if value != usual)
+        odd = ", ".join(str(rank) for rank, value in zip(collectives.ranks.numbers, column, strict=True) if value != usual)
         raise MismatchError(
-            f"rank {collectives.rank}: step {reducer.step - 1}: the parameters of the ranks have drifted apart: "
+            f"{collectives.me}: step {reducer.step - 1}: the parameters of the ranks have drifted apart: "
             f"{len(names)} of {len(named)}, first '{names[0]}', which is another one on rank {odd} than on the others. "
             "Change parameters on every rank alike, or load a checkpoint."
         )

@@ -57,7 +57,7 @@ class NonFinite(Listener):
         reducer = self._owner
         if self._action == "skip" and any(listener.uses_means for listener in reducer.listeners):
             raise ConfigError(
-                f'rank {reducer.collectives.rank}: on_nonfinite="skip" cannot take back what an optimizer has done during '
+                f'{reducer.collectives.me}: on_nonfinite="skip" cannot take back what an optimizer has done during '
                 'backward, or keeps in shards. Use on_nonfinite="raise", or step after backward '
                 "(overlap_with_ddp=False, no apply_in_backward)."
             )
@@ -81,7 +81,7 @@ class NonFinite(Listener):
             used = any(listener.uses_means for listener in reducer.listeners) and bucket.index > 0
             given = "Buckets before it may have been stepped" if used else "No gradient was given out"
             raise ReductionError(
-                f"rank {board.rank}: {text}. {given}. Look at the loss and the inputs of that rank, lower "
+                f"{board.me}: {text}. {given}. Look at the loss and the inputs of that rank, lower "
                 'the learning rate, or pass on_nonfinite="skip" to leave such steps out.'
             )
         self._found.append(text)
@@ -92,7 +92,7 @@ class NonFinite(Listener):
         reducer, found = self._owner, list(self._found)
         self._found.clear()
         end = "The gradients of this step are dropped on every rank" if self._action == "skip" else "They have spread to all"
-        warnings.warn(f"rank {reducer.collectives.rank}: {'; '.join(found)}. {end}.", stacklevel=users_stacklevel())
+        warnings.warn(f"{reducer.collectives.me}: {'; '.join(found)}. {end}.", stacklevel=users_stacklevel())
         if self._action == "skip":
             reducer.strategy.pass_lost()
             for param in reducer.params:

@@ -105,13 +105,13 @@ class CarriedSettings(Listener):
         mine: dict[str, str] = {}
         for teller, _ in self._told:
             mine |= teller.settings()
-        rank, board = reducer.collectives.rank, reducer.collectives.board
+        board = reducer.collectives.board
         text = encode("the settings of the optimizer", mine).decode()
         said = board.exchange("settings", text, _EXCHANGE_S)
-        where = f"rank {rank}: step {step}"
+        where = f"{board.me}: step {step}"
         if len(said) < board.world:
             return MismatchError(f"{where}: the settings of the ranks differ; of this rank: {json.dumps(mine)}.")
-        told = differences([said[each].encode() for each in range(board.world)])
+        told = differences([said[each].encode() for each in board.members], board.members)
         return MismatchError(f"{where}: {told}. This backward has updated nothing. Change settings on every rank alike.")
 
 

@@ -36,7 +36,7 @@ class Accumulation(Listener):
             return
         self._warned_inside = True
         text = (
-            f"rank {ddp.collectives.rank}: step {ddp.reducer.step}: a backward runs inside no_sync() whose forward ran "
+            f"{ddp.collectives.me}: step {ddp.reducer.step}: a backward runs inside no_sync() whose forward ran "
             "outside. The forward decides, as in torch: this backward is averaged over the ranks all the same. Put the "
             "forward inside no_sync() as well: with model.no_sync(): loss = criterion(model(x), y); loss.backward()."
         )
@@ -49,7 +49,7 @@ class Accumulation(Listener):
             return
         self._warned_local = True
         text = (
-            f"rank {ddp.collectives.rank}: step {ddp.reducer.step}: {_MOST_LOCAL} backwards in a row had their forward "
+            f"{ddp.collectives.me}: step {ddp.reducer.step}: {_MOST_LOCAL} backwards in a row had their forward "
             "inside no_sync(), and none was averaged over the ranks. If the optimizer steps meanwhile, the ranks train "
             "apart: run the last forward and backward before each step outside no_sync()."
         )

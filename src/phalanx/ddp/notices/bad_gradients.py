@@ -107,7 +107,8 @@ class BadGradients(Listener):
         now = self._owner.step - 1
         # The steps in a row that were bad here began with the cause, if it was here, else one later.
         began = now if self._since is None or self._last < now - 1 else self._since
-        notes = {rank: note for rank, note in self._notes().items() if began - 1 <= note["since"] <= began}
+        numbers = self._owner.collectives.ranks.numbers
+        notes = {numbers[rank]: note for rank, note in self._notes().items() if began - 1 <= note["since"] <= began}
         first = min((note["since"] for note in notes.values()), default=None)
         whose = "; ".join(
             f"rank {rank}: {_listed(note['names'])}" for rank, note in sorted(notes.items()) if note["since"] == first
@@ -119,8 +120,9 @@ class BadGradients(Listener):
         else:
             cause = "they were before the first step: look at how they are initialised or loaded"
         text = (
-            f"rank 0: step {now}: parameter '{param}' is NaN or infinite; {cause}. Look at the loss and the inputs there, "
-            'or lower the learning rate. on_nonfinite="raise" stops at the first such gradient, "skip" leaves them out.'
+            f"{self._owner.collectives.me}: step {now}: parameter '{param}' is NaN or infinite; {cause}. Look at the loss "
+            'and the inputs there, or lower the learning rate. on_nonfinite="raise" stops at the first such gradient, '
+            '"skip" leaves them out.'
         )
         warnings.warn(text, stacklevel=users_stacklevel())
 

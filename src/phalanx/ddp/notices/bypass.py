@@ -32,7 +32,7 @@ class Bypass(Listener):
             return
         self._warned = True
         text = (
-            f"rank {ddp.collectives.rank}: step {ddp.reducer.step}: a backward brought gradient to parameters of a "
+            f"{ddp.collectives.me}: step {ddp.reducer.step}: a backward brought gradient to parameters of a "
             "DistributedDataParallel without a forward of the wrapper before it, so its gradients stay on this rank and are "
             "not averaged. Call the wrapper, model(x), in place of model.module(x). Where this rank's own gradients are "
             "meant, or the loss is the same on every rank, run it inside model.no_sync()."

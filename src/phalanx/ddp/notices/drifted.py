@@ -91,11 +91,12 @@ class Drifted(Listener):
         theirs = next(iter(differing.values()))
         place = next((n for n, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), 0)
         name = reducer.plan.specs[min(place * stride, len(reducer.params) - 1)].name
-        who = f"rank {min(differing)}" + (f" and {len(differing) - 1} more" if len(differing) > 1 else "")
+        ranks = ddp.collectives.ranks
+        who = f"rank {ranks.numbers[min(differing)]}" + (f" and {len(differing) - 1} more" if len(differing) > 1 else "")
         text = (
-            f"rank 0: step {self._step}: the parameters of the ranks have drifted apart: '{name}' of {who} is another one "
-            "than that of rank 0. Gradients were the same, so the updates were not: give the optimizer the same settings on "
-            "every rank (learning rate, schedule, loaded state), step it on every rank, and change parameters nowhere else. "
-            "check_drift_every=1 finds the step in which it begins."
+            f"{ranks.me}: step {self._step}: the parameters of the ranks have drifted apart: '{name}' of {who} is another "
+            f"one than that of rank {ranks.own}. Gradients were the same, so the updates were not: give the optimizer the "
+            "same settings on every rank (learning rate, schedule, loaded state), step it on every rank, and change "
+            "parameters nowhere else. check_drift_every=1 finds the step in which it begins."
         )
         warnings.warn(text, stacklevel=users_stacklevel())

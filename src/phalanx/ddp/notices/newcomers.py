@@ -43,7 +43,7 @@ class Newcomers(Listener):
         self._warned = True
         others = f" and {len(new) - 1} more" if len(new) > 1 else ""
         text = (
-            f"rank {ddp.collectives.rank}: step {ddp.reducer.step - 1}: parameter '{new[0]}'{others} came into the model "
+            f"{ddp.collectives.me}: step {ddp.reducer.step - 1}: parameter '{new[0]}'{others} came into the model "
             "after it was wrapped. Its gradients are not averaged, so that the ranks drift apart. Change the model first "
             "and wrap it then, or wrap it again: DistributedDataParallel(model.module)."
         )

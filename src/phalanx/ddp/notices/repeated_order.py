@@ -54,7 +54,7 @@ class RepeatedOrder:
 
     def _warn(self, ddp: DistributedDataParallel) -> None:
         text = (
-            f"rank {ddp.collectives.rank}: step {ddp.reducer.step}: the second epoch of {self._period} batches goes through "
+            f"{ddp.collectives.me}: step {ddp.reducer.step}: the second epoch of {self._period} batches goes through "
             f"the samples in the order of the first: the DistributedSampler has been in epoch {self._epoch} ever since. "
             "Call sampler.set_epoch(epoch) before each loop over the loader, or leave the sampler out and use "
             "worker.loader(DataLoader(…, shuffle=True), model), which counts epochs by itself."

@@ -84,9 +84,10 @@ class SameInputs(Listener):
 
     def _warn(self, ddp: DistributedDataParallel) -> None:
         text = (
-            f"rank 0: step {ddp.reducer.step - 1}: all {ddp.collectives.world} ranks were given the same inputs in each of "
-            f"the first {len(FIRST)} forwards, so that they train on the same samples, as one rank alone would. Give each "
-            "rank its part of them: worker.loader(DataLoader(…), model), or a DistributedSampler; or seed each rank "
-            "by its number. Where it is meant, warnings.filterwarnings('ignore', '.*given the same inputs') silences this."
+            f"{ddp.collectives.me}: step {ddp.reducer.step - 1}: all {ddp.collectives.world} ranks were given the same "
+            f"inputs in each of the first {len(FIRST)} forwards, so that they train on the same samples, as one rank alone "
+            "would. Give each rank its part of them: worker.loader(DataLoader(…), model), or a DistributedSampler; or seed "
+            "each rank by its number. Where it is meant, warnings.filterwarnings('ignore', '.*given the same inputs') "
+            "silences this."
         )
         warnings.warn(text, stacklevel=users_stacklevel())

@@ -233,7 +233,7 @@ class Pass:
         self._nests_somewhere |= reading.num_nested > 0
         on_device = bucket.tail_data.device.type != "cpu"
         if reading.late_buckets and on_device and reading.num_nested < self.collectives.world:
-            raise nests_elsewhere(f"rank {self.collectives.rank}: step {self.reducer.step}")  # others have not looked
+            raise nests_elsewhere(f"{self.collectives.me}: step {self.reducer.step}")  # others have not looked
         if not all(reading.usage):
             self.wanted[bucket.index] = reading.usage
 
@@ -259,7 +259,7 @@ class Pass:
             return None
         reading = bucket.tail.read(bucket.tail_data, step)
         if not reading.in_step:
-            where = f"rank {self.collectives.rank}: step {step}, bucket {bucket.index}"
+            where = f"{self.collectives.me}: step {step}, bucket {bucket.index}"
             number, plan = self.reducer.number, self.reducer.plan
             raise out_of_step(where, step, number, plan.hash, self.collectives.board, bucket.index)
         return reading
@@ -294,7 +294,7 @@ class Pass:
 
     def unequal(self) -> ReductionError:
         """Some ranks' backward raised and others' did not."""
-        return unequal(f"rank {self.collectives.rank}: step {self.reducer.step}")
+        return unequal(f"{self.collectives.me}: step {self.reducer.step}")
 
     @property
     def unused_everywhere(self) -> list[int]:

@@ -25,7 +25,7 @@ def reduce_late_part(run: Pass, bucket: Bucket) -> None:
     """On every rank: reduce what came late for `bucket`, perhaps on other ranks only, and add it to the mean."""
     reducer = run.reducer
     if bucket.stage is Stage.GIVEN and run.strategy.gives_for_good:
-        raise too_late(f"rank {run.collectives.rank}: step {reducer.step}", bucket.index, bucket.specs[0].name)
+        raise too_late(f"{run.collectives.me}: step {reducer.step}", bucket.index, bucket.specs[0].name)
     part = reducer.make_bucket(reducer.plan.buckets[bucket.index], bucket.tail.of_late_parts(), bucket)
     if bucket.tail.watch is not None:
         part.tail.watch = bucket.tail.watch.of_late_part(part)

@@ -88,7 +88,7 @@ class LateChecks:
         if torch.equal(pending.copy, pending.expected):
             return
         void = "; its means were made NaN" if reducer.options.poisons_late else ""
-        me = f"rank {reducer.collectives.rank}: step {pending.step} (found later, at step {reducer.step}{void})"
+        me = f"{reducer.collectives.me}: step {pending.step} (found later, at step {reducer.step}{void})"
         reading = pending.tail.read(pending.copy, pending.step, pending.digest)
         if not reading.in_step:
             where = f"{me}, bucket {pending.bucket}"

@@ -164,7 +164,7 @@ def _drop(reducer: Reducer, dropped: set[int], plan: BucketPlan) -> BucketPlan:
     """Leave parameters that no rank uses out of the plan; one that is used after all is an error."""
     kept = [index for index in range(len(reducer.params)) if index not in dropped]
     if not kept:
-        raise nothing_left(f"rank {reducer.collectives.rank}")
+        raise nothing_left(reducer.collectives.me)
     reducer.keep_params(kept)
     return restricted(plan, kept)
 
@@ -211,7 +211,7 @@ def _named(reducer: Reducer, indices: Sequence[int]) -> list[tuple[str, torch.nn
 
 def _changed_graph(reducer: Reducer, name: str) -> ReductionError:
     return ReductionError(
-        f"rank {reducer.collectives.rank}: step {reducer.step}: Your training graph has changed in this iteration: "
+        f"{reducer.collectives.me}: step {reducer.step}: Your training graph has changed in this iteration: "
         f"parameter '{name}' got a gradient in the first step and none now, but static_graph=True promises the same "
         "graph in every step. Remove static_graph=True."
     )

@@ -80,7 +80,7 @@ class Sharers:
             both = theirs._reduced.intersection(mine) if theirs._backward == reducer.backward else ()
             for common in both:
                 raise ReductionError(
-                    f"rank {reducer.collectives.rank}: step {reducer.step}: parameter '{mine[common]}' belongs to two "
+                    f"{reducer.collectives.me}: step {reducer.step}: parameter '{mine[common]}' belongs to two "
                     "DistributedDataParallel wrappers, and each of them got a part of its gradient in one backward. Wrap "
                     "the modules that share it in one wrapper, or use checkpoint(..., use_reentrant=False)."
                 )

@@ -95,7 +95,7 @@ def _on_refused_gradient(reference: Reference, name: str, promise: str, _param: 
     """The hook of a parameter that was promised to get no gradient: nobody would reduce it."""
     reducer = reference()
     if reducer is not None:
-        error = changed_graph(f"rank {reducer.collectives.rank}: step {reducer.step}", name, promise)
+        error = changed_graph(f"{reducer.collectives.me}: step {reducer.step}", name, promise)
         reducer.collectives.board.post_error(error)
         raise error
 

@@ -170,7 +170,7 @@ class Reducer(TorchReducer):
         """Raise unless every backward that began has given out its gradients."""
         if self.state is not IDLE:
             raise ReductionError(
-                f"rank {self.collectives.rank}: step {self.step}: Expected to have finished reduction, but a backward "
+                f"{self.collectives.me}: step {self.step}: Expected to have finished reduction, but a backward "
                 "pass has not given out its gradients yet. It raised, or is still running."
             )
 
@@ -283,7 +283,7 @@ class Reducer(TorchReducer):
         failed, self.current, self._raised_before = self.current, None, False
         if failed is not None and failed.is_torn:
             self.current = failed
-            error = torn(f"rank {self.collectives.rank}: step {self.step}")
+            error = torn(f"{self.collectives.me}: step {self.step}")
             self.collectives.board.post_error(error)  # others may wait for what this rank will never join
             raise error
         run = failed
@@ -491,7 +491,7 @@ class Reducer(TorchReducer):
             self._report_unused(missed, num_params)
 
     def _report_unused(self, names: list[str], num_params: int) -> None:
-        text = unused_everywhere(f"rank {self.collectives.rank}: step {self.step - 1}", names, num_params)
+        text = unused_everywhere(f"{self.collectives.me}: step {self.step - 1}", names, num_params)
         if self.options.on_unused == "raise":
             raise ReductionError(text)
         if self.options.on_unused == "warn" and not self._warned:

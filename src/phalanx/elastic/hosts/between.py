@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from ...launch.elastic.group import interruptible
+from ...comm.failure.interruption import interruptible
 from ...launch.elastic.heads import HEAD_BYTES, NOWHERE, Paths, versions
 from ...launch.elastic.hosts.mirrors import keepers
 from ...launch.elastic.member import Formed, Member

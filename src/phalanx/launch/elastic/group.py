@@ -7,22 +7,16 @@ left behind if the generation ends meanwhile. Must not know what trains on the g
 
 from __future__ import annotations
 
-import ctypes
-import threading
-from collections.abc import Callable
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from phalanx.comm.failure import gloo_threads
-from phalanx.comm.failure.interruption import InterruptibleStore, Interruption
+from phalanx.comm.failure.interruption import InterruptibleStore, Interruption, interruptible
 from phalanx.comm.failure.log_store import LogStore
 from phalanx.launch.store import open_store
 
-_LOOK_S = 0.02
 _SEVERAL_HOSTS = "tcp://"
-_GRACE_S = 0.3  # whatever waits by the store ends by itself when that is interrupted
 
 
 def make_group(
@@ -51,43 +45,6 @@ def make_group(
 
     interruptible(make, interruption)
     return store
-
-
-def interruptible(make: Callable[[], None], interruption: Interruption) -> None:
-    """Call `make`, in a thread that is left behind if it is interrupted: it comes to nothing then, whenever it returns."""
-    raised: list[BaseException] = []
-    done = threading.Event()
-
-    def run() -> None:
-        try:
-            make()
-        except BaseException as error:  # raised again where it is waited for
-            raised.append(error)
-        finally:
-            done.set()
-
-    # A daemon: the process may end before the connection that it waits for is given up.
-    thread = threading.Thread(target=run, name="phalanx-joining", daemon=True)
-    thread.start()
-    while not done.wait(_LOOK_S):
-        error = interruption.error()
-        if error is not None and not done.wait(_GRACE_S):
-            _give_up(thread)
-            raise error
-    if raised:
-        raise raised[0]
-
-
-class _GivenUp(BaseException):
-    """Raised in a thread that was left behind, as soon as it comes back to Python."""
-
-
-def _give_up(thread: threading.Thread) -> None:
-    # Not documented in Python's own library, but in its C API. Before the thread could make the group, which it may still
-    # get from C++, the default one of this process: by then there may be another.
-    assert thread.ident is not None, "it was started"
-    gloo_threads.leave_behind(thread)
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(_GivenUp))
 
 
 def _open(device: torch.device, path: str, interruption: Interruption, limit: timedelta) -> dist.Store:

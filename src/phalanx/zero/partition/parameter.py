@@ -167,7 +167,8 @@ class ParameterPartition(Partition):
         # parameters, the same on every rank.
         works = [bucket.launch(self.collectives) for bucket in due]
         for bucket, work in zip(due, works, strict=True):
-            self.collectives.wait(work, f"sending the parameters that rank {bucket.owner} owns")
+            owner = self.collectives.ranks.numbers[bucket.owner]
+            self.collectives.wait(work, f"sending the parameters that rank {owner} owns")
             bucket.finish()
             # The broadcast wrote behind autograd's back; a graph that still needs the old values must notice.
             increment_version(bucket.params)

@@ -201,7 +201,8 @@ class CheckpointLoad:
             dcp.load(nested, storage_reader=self._reader, process_group=self._sharded.collectives.group)
         # Raised on every rank when one of them fails, so that all refuse together.
         except CheckpointException as error:
-            reasons = "; ".join(f"rank {rank}: {reason[0]!r}" for rank, reason in error.failures.items())
+            numbers = self._sharded.collectives.ranks.numbers
+            reasons = "; ".join(f"rank {numbers[rank]}: {reason[0]!r}" for rank, reason in error.failures.items())
             raise StateError(f"{self._where} is truncated or damaged: {reasons}.") from error
 
     def _check(self, layout: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:

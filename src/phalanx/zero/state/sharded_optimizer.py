@@ -67,7 +67,7 @@ class ShardedOptimizer:
     def refuse_torn(self) -> None:
         """Raise if an update raised midway. The others, who may wait for this rank, are told."""
         if self.update.state is TORN:
-            error = torn(f"rank {self.collectives.rank}")
+            error = torn(self.collectives.me)
             self.collectives.board.post_error(error)
             raise error
 

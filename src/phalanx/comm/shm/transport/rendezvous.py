@@ -52,9 +52,12 @@ class Address:
 class Rendezvous:
     """One rank's part in the rendezvous of a group. Use once, then close."""
 
-    def __init__(self, store: dist.Store, rank: int, world: int, timeout: timedelta) -> None:
+    def __init__(self, store: dist.Store, rank: int, global_ranks: Sequence[int], timeout: timedelta) -> None:
+        """`global_ranks` is how messages name the ranks of the group, of which this is number `rank`."""
         self.rank = rank
-        self.world = world
+        self.world = len(global_ranks)
+        self._names = global_ranks
+        self._me = f"rank {global_ranks[rank]}"
         self._store = store
         self._timeout = timeout
         self._deadline = time.monotonic() + timeout.total_seconds()
@@ -116,7 +119,7 @@ class Rendezvous:
         remaining = self._deadline - time.monotonic()
         if remaining <= 0:
             raise CollectiveTimeout(
-                f"rank {self.rank}: {peer} did not come to the rendezvous of the ranks of this host within "
+                f"{self._me}: {peer} did not come to the rendezvous of the ranks of this host within "
                 f"{self._timeout.total_seconds():g} s. Start every rank, or raise the group's timeout.",
             )
         return remaining
@@ -132,7 +135,7 @@ class Rendezvous:
             connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             address = self._address(peer)
             try:
-                connection.settimeout(self._remaining(f"rank {peer}"))
+                connection.settimeout(self._remaining(f"rank {self._names[peer]}"))
                 connection.connect("\0" + address.name)
                 self._check_user(connection)
                 self._send_hello(connection, address.token, inbox, control, memory)
@@ -141,7 +144,7 @@ class Rendezvous:
                 # The store may still hold the address of an earlier group of the same name, whose
                 # listener is gone; the present one will replace it.
                 connection.close()
-                time.sleep(min(_RETRY_S, self._remaining(f"rank {peer}")))
+                time.sleep(min(_RETRY_S, self._remaining(f"rank {self._names[peer]}")))
             except BaseException:
                 connection.close()
                 raise
@@ -166,7 +169,7 @@ class Rendezvous:
         _, user, _ = _CREDENTIALS.unpack(packed)
         if user != os.getuid():
             raise _NotInGroupError(
-                f"rank {self.rank}: a process of user {user} at the address of a rank of this group, "
+                f"{self._me}: a process of user {user} at the address of a rank of this group, "
                 f"expected user {os.getuid()}. Run every rank of a host as the same user."
             )
 
@@ -181,8 +184,8 @@ class Rendezvous:
             return self._receive_link(connection, inboxes)
         except _NotInGroupError as error:
             # We found its address in the store, and it is of our user: what came instead of an answer is its end.
-            text = f"rank {self.rank}: rank {peer} ended before the ranks of this host had met. See its own output."
-            raise PeerFailure(text, [peer]) from error
+            text = f"{self._me}: rank {self._names[peer]} ended before the ranks of this host had met. See its own output."
+            raise PeerFailure(text, [self._names[peer]]) from error
 
     def _receive_link(
         self, connection: socket.socket, inboxes: Mapping[int, int], token: str = ""
@@ -201,7 +204,7 @@ class Rendezvous:
         except (ValueError, TypeError, RecursionError) as error:
             for fd in fds:
                 os.close(fd)
-            raise _NotInGroupError(f"rank {self.rank}: not a rank of this group: {error}") from error
+            raise _NotInGroupError(f"{self._me}: not a rank of this group: {error}") from error
         outbox, control_fd, memory_fd = fds
         return Link(
             peer, connection, inboxes[peer], outbox, PeerArena.attach(control_fd), PeerArena.attach(memory_fd)

@@ -1,0 +1,53 @@
+"""A group is made while its members are watched: one that ends meanwhile is named by the others, at once.
+
+Whoever makes a world through `phalanx.init` watches already (`launch.joining`), and sees more: it knows of ends that a
+launcher has seen. This is for groups that scripts make themselves, by `init_process_group("phalanx")` or
+`new_group`, whose ranks would wait in gloo and in the store for one that has ended. Must not know what is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from ...errors import CommunicationError, PhalanxError
+from ..failure.arrivals import Arrivals, is_tcp
+from ..failure.board import launcher_serves_store
+from ..failure.interruption import interruptible, is_interruptible
+
+
+def watched(make: Callable[[], None], store: dist.Store, me: int, members: Sequence[int], timeout: timedelta) -> None:
+    """Call `make`. Raises PeerFailure as soon as a member of this host is known to have ended before it was through."""
+    if len(members) == 1 or is_interruptible():
+        make()
+        return
+    own = _own_connection(store)
+    # Groups of one name may follow each other in a store: what was said while an earlier one was made is not to be read.
+    number = own.add(f"phalanx/making/{me}", 1)
+    serves = me == 0 and is_tcp(store) and not launcher_serves_store()
+    place = dist.PrefixStore(f"phalanx/making/{number}", own)
+    arrivals = Arrivals(place, (me, members), timeout.total_seconds(), serves=serves)
+    try:
+        interruptible(make, arrivals)
+    except CommunicationError:
+        arrivals.conclude()
+        raise
+    except PhalanxError:
+        raise
+    except RuntimeError as error:
+        found = arrivals.last_look()
+        if found is None:
+            raise
+        arrivals.conclude()
+        raise found from error
+    arrivals.met()
+
+
+def _own_connection(store: dist.Store) -> dist.Store:
+    """A store that answers while the other one waits for a key, as a TCPStore does not."""
+    if not is_tcp(store):
+        return store  # never a second one of a file, which goes when as many as there are ranks have let go of it
+    own: dist.Store = store.clone()  # type: ignore[attr-defined]  # missing in torch's stubs
+    return own
