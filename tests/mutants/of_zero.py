@@ -239,4 +239,11 @@ MUTATIONS = (
         new="        if False:",
         tests="tests/zero/test_changes.py",
     ),
+    Mutation(
+        name="one copy: parameters that all ranks share are not told from others",
+        file=ELEMENT,
+        old="            one_copy.mark(param for shard in self.shards for param in shard.params)\n",
+        new="",
+        tests="tests/zero/test_placement.py",
+    ),
 )
