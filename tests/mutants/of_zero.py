@@ -18,8 +18,8 @@ MUTATIONS = (
     Mutation(
         name="overlap: backward returns before all parameters have arrived",
         file=OVERLAP,
-        old="            self.sharded.partition.gathering.finish()\n            if self.stage == 2",
-        new="            if self.stage == 2",
+        old="            self.sharded.partition.gathering.finish()\n            if not self.scatters",
+        new="            if not self.scatters",
         words="overlapped",
     ),
     Mutation(
@@ -237,6 +237,13 @@ MUTATIONS = (
         file=OVERLAP,
         old="        if used is self._scatter and not wrapper.reducer.settled:",
         new="        if False:",
+        tests="tests/zero/test_changes.py",
+    ),
+    Mutation(
+        name="overlap: whole gradients that a hook left are not known to have been used",
+        file=OVERLAP,
+        old="            if not self.scatters:\n                self._forget",
+        new="            if self.stage == 2 and not self.scatters:\n                self._forget",
         tests="tests/zero/test_changes.py",
     ),
     Mutation(

@@ -26,10 +26,10 @@ from . import step_hooks
 from .clipping import check_limits, clip_gradients, clip_shards
 from .join import JoinedStep
 from .memory import MemoryReport, report_memory
+from .other_steps import refuse_other_steps
 from .overlap.overlap import Engagement, Overlap
 from .partition.element import Placement
 from .partition.kinds import PartitionChoice, check_class, choose_partition
-from .partition.one_copy import refuse_steps_but_of
 from .partition.param_table import check_params
 from .settings import CommonSettings
 from .state.caller import asked_by_checkpoint
@@ -114,8 +114,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         self.partition, self.partition_reason = choice.partition, choice.reason
         as_views = self.parameters_as_bucket_view and not asked.overlaps
         placement = _placement(asked.shares, as_views, choice, self.world_size)
-        if placement is Placement.SHARED:
-            refuse_steps_but_of(ZeroRedundancyOptimizer)
+        if placement is Placement.SHARED or asked.overlaps:
+            refuse_other_steps(ZeroRedundancyOptimizer)
         self._settings = CommonSettings(self, collectives)
         self._settings.agree_on_all(
             {

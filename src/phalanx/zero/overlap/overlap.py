@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -39,7 +39,7 @@ from ..partition.param_table import ParamTable
 from ..state.sharded_optimizer import ShardedOptimizer
 from .gradient_shards import GradientShards
 from .reduce_scatter import ReduceScatter
-from .scattered_gradient import ScatteredGradient
+from .scattered_gradient import ScatteredGradient, fill_zeroed
 
 # On a hook that does what happens without it, so that the reduction that scatters may take its place.
 REPLACEABLE = "_phalanx_replaceable"
@@ -103,7 +103,7 @@ class Overlap(Listener):
         for wrapper in known_wrappers():
             if self._wrapper is None:
                 self.consider(wrapper)
-        listen(self.consider)
+        listen(self)
 
     # -- the wrapper ---------------------------------------------------------------------------
 
@@ -156,11 +156,15 @@ class Overlap(Listener):
             reducer.use(AllReduce(reducer.collectives))
         self.state = Engagement.DETACHED
 
+    def concerns(self, wrapper: DistributedDataParallel) -> bool:
+        """Whether `wrapper` reduces parameters of this optimizer."""
+        return not self._is_retired and any(param in self.sharded.table.index_of for param in wrapper.reducer.params)
+
     def consider(self, wrapper: DistributedDataParallel) -> None:
         """Join `wrapper` if it reduces parameters of this optimizer."""
-        reducer = wrapper.reducer
-        if self._is_retired or not any(param in self.sharded.table.index_of for param in reducer.params):
+        if not self.concerns(wrapper):
             return
+        reducer = wrapper.reducer
         wrapper.follow_moved_parameters()  # a plan of another dtype would be divided by
         self._check(wrapper, reducer)
         earlier = _user_of(reducer)
@@ -308,12 +312,12 @@ class Overlap(Listener):
             # The others may wait for collectives that this rank will never join.
             self.sharded.collectives.board.post_error(error)
             raise error
-        for param, seen, version in self._used:
-            grad = seen()
-            if grad is not None and param.grad is grad and grad._version == version:
-                self._refuse_second_use()
+        if any(_is_the_same(*used) for used in self._used):
+            self._refuse_second_use()
         self._used = []
         if not self.scatters:
+            for param in self.sharded.table.params:
+                fill_zeroed(param)  # which an earlier engagement may have left
             return
         if self.reducer.elsewhere is not None:
             raise ReductionError(
@@ -391,7 +395,7 @@ class Overlap(Listener):
             self.gradient_shards.mark_given(self.reducer.buckets)
         if self.state is Engagement.UPDATING and isinstance(self.sharded.partition, ElementPartition):
             self.sharded.partition.gathering.finish()
-            if self.stage == 2 and not self.scatters:
+            if not self.scatters:
                 self._forget_gradients()  # whole means, which a user's hook has left
             self._close()
             self.catch_up()
@@ -458,6 +462,22 @@ class Overlap(Listener):
                     f"step() has nothing to step: {self.sharded.table.names[number]} has a gradient, but no backward has "
                     "reduced it since the last step. Run the last backward of each step outside no_sync()."
                 )
+
+
+def have_been_used(params: Iterable[torch.Tensor]) -> bool:
+    """Whether one of these parameters has a gradient that a backward has made an update of."""
+    numbers = set(map(id, params))
+    return any(
+        id(param) in numbers and _is_the_same(param, seen, version)
+        for reducer in list(_latest)
+        if (overlap := _user_of(reducer)) is not None
+        for param, seen, version in overlap._used
+    )
+
+
+def _is_the_same(param: torch.Tensor, seen: weakref.ref[torch.Tensor], version: int) -> bool:
+    grad = seen()
+    return grad is not None and param.grad is grad and grad._version == version
 
 
 def _user_of(reducer: Reducer) -> Overlap | None:
