@@ -313,4 +313,18 @@ MUTATIONS = (
         new="        if False:",
         tests="tests/zero/test_changes.py",
     ),
+    Mutation(
+        name="overlap: whole gradients that a hook left are not known to have been used",
+        file=OVERLAP,
+        old="            if not self.scatters:\n                self._forget",
+        new="            if self.stage == 2 and not self.scatters:\n                self._forget",
+        tests="tests/zero/test_changes.py",
+    ),
+    Mutation(
+        name="one copy: parameters that all ranks share are not told from others",
+        file=ELEMENT,
+        old="            one_copy.mark(param for shard in self.shards for param in shard.params)\n",
+        new="",
+        tests="tests/zero/test_placement.py",
+    ),
 )

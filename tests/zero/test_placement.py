@@ -116,6 +116,33 @@ def test_a_write_to_shared_parameters_outside_the_optimizer_is_noticed(how: str,
         assert "weights." in text
 
 
+def step_by_another(rank: int, world: int) -> list[torch.Tensor]:
+    """The optimizer that shared the parameters is gone; they are still one copy."""
+    model = Given()
+    zero = ZeroRedundancyOptimizer(model.parameters(), optim.SGD, shared_parameters=True, lr=0.1)
+    set_gradients(list(model.parameters()), mean_gradients(model, 0))
+    zero.step()
+    del zero
+    plain = optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(RuntimeError, match="SGD was to step parameters of group 0 that are still one copy"):
+        plain.step()
+    dist.barrier()
+    for param in model.parameters():
+        param.data = param.data.clone()
+    plain.step()
+    return [param.detach() for param in model.parameters()]
+
+
+def test_no_other_optimizer_steps_parameters_that_are_one_copy() -> None:
+    model = Given()
+    set_gradients(list(model.parameters()), mean_gradients(model, 0))
+    plain = optim.SGD(model.parameters(), lr=0.1)
+    plain.step()
+    plain.step()
+    for stepped in run_ranks(2, step_by_another):
+        assert all(map(torch.equal, stepped, model.parameters()))
+
+
 def on_two_hosts(rank: int, world: int) -> None:
     with (
         mock.patch.object(one_copy, "_host_mark", return_value=[rank, 0, 0]),

@@ -26,7 +26,9 @@ from .asked import Asked
 from .clipping import check_limits, clip_gradients, clip_shards
 from .join import JoinedStep
 from .memory import MemoryReport, report_memory
+from .other_steps import refuse_other_steps
 from .overlap.overlap import Overlap
+from .partition.element import Placement
 from .partition.kinds import check_class, choose_partition
 from .partition.param_table import check_params
 from .partition.update import TORN
@@ -99,6 +101,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         choice = choose_partition(self.optimizer_class, asked.partition, self.world_size, defaults)
         self.partition, self.partition_reason = choice.partition, choice.reason
         placement = asked.placement(choice, self.world_size)
+        if placement is Placement.SHARED or asked.overlaps:
+            refuse_other_steps(ZeroRedundancyOptimizer)
         self._settings = CommonSettings(self, collectives)
         name = f"{self.optimizer_class.__module__}.{self.optimizer_class.__qualname__}"
         self._settings.agree_on_all({"optimizer_class": name, **asked.in_words(choice)})

@@ -61,8 +61,8 @@ class CommonSettings:
         self._followed = FollowedOptions(collectives, _params(optimizer)[0].device)
         self._is_under_join = False
         for wrapper in known_wrappers()[::-1]:
-            self._consider(wrapper)
-        listen(self._consider)
+            self.consider(wrapper)
+        listen(self)
 
     # -- when made -----------------------------------------------------------------------------
 
@@ -161,12 +161,17 @@ class CommonSettings:
 
     # -- parts ---------------------------------------------------------------------------------
 
-    def _consider(self, wrapper: DistributedDataParallel) -> None:
-        reducer = wrapper.reducer
+    def concerns(self, wrapper: DistributedDataParallel) -> bool:
+        """Whether the wrapper reduces parameters of the optimizer, on its group."""
         if wrapper.process_group is not self._collectives.group or self._collectives.world == 1:
+            return False
+        return any(id(param) in self.params for param in wrapper.reducer.params)
+
+    def consider(self, wrapper: DistributedDataParallel) -> None:
+        """Tell settings in the tails of `wrapper` if it reduces parameters of the optimizer."""
+        if not self.concerns(wrapper):
             return
-        if not any(id(param) in self.params for param in reducer.params):
-            return
+        reducer = wrapper.reducer
         self._name_of |= {id(p): spec.name for p, spec in zip(reducer.params, reducer.plan.specs, strict=True)}
         optimizer = self._optimizer()
         if optimizer is not None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -37,7 +37,7 @@ from ..partition.update import UNCONFIRMED, Update
 from ..state.sharded_optimizer import ShardedOptimizer
 from .gradient_shards import GradientShards
 from .reduce_scatter import ReduceScatter
-from .scattered_gradient import ScatteredGradient
+from .scattered_gradient import ScatteredGradient, fill_zeroed
 from .used_gradients import UsedGradients
 from .wrapper_plans import check_wrapper, plans_of_wrapper, wider_plan
 
@@ -93,7 +93,7 @@ class Overlap(Listener):
         for wrapper in known_wrappers():
             if self._wrapper is None:
                 self.consider(wrapper)
-        listen(self.consider)
+        listen(self)
 
     # -- the wrapper ---------------------------------------------------------------------------
 
@@ -146,11 +146,16 @@ class Overlap(Listener):
             reducer.use(AllReduce(reducer.collectives))
         self.state = Engagement.DETACHED
 
+    def concerns(self, wrapper: DistributedDataParallel) -> bool:
+        """Whether `wrapper` reduces parameters of this optimizer."""
+        index_of = self.sharded.table.index_of
+        return self.state is not Engagement.RETIRED and any(param in index_of for param in wrapper.reducer.params)
+
     def consider(self, wrapper: DistributedDataParallel) -> None:
         """Join `wrapper` if it reduces parameters of this optimizer."""
-        reducer = wrapper.reducer
-        if self.state is Engagement.RETIRED or not any(param in self.sharded.table.index_of for param in reducer.params):
+        if not self.concerns(wrapper):
             return
+        reducer = wrapper.reducer
         wrapper.follow_moved_parameters()  # a plan of another dtype would be divided by
         check_wrapper(wrapper, self.sharded, self.stage)
         earlier = _user_of(reducer)
@@ -251,6 +256,8 @@ class Overlap(Listener):
             self._refuse_second_use()
         self._used.forget()
         if not self.scatters:
+            for param in self.sharded.table.params:
+                fill_zeroed(param)  # which an earlier engagement may have left
             return
         if self.reducer.elsewhere is not None:
             raise ReductionError(
@@ -330,7 +337,7 @@ class Overlap(Listener):
         if self.update.is_under_way and isinstance(self.sharded.partition, ElementPartition):
             self.sharded.partition.gathering.finish()
             self.update.end()
-            if self.stage == 2 and not self.scatters:
+            if not self.scatters:
                 self._forget_gradients()  # whole means, which a user's hook has left
             self._close()
             self.catch_up()
@@ -396,6 +403,13 @@ class Overlap(Listener):
                     f"step() has nothing to step: {self.sharded.table.names[number]} has a gradient, but no backward has "
                     "reduced it since the last step. Run the last backward of each step outside no_sync()."
                 )
+
+
+def have_been_used(params: Iterable[torch.Tensor]) -> bool:
+    """Whether one of these parameters has a gradient that a backward has made an update of."""
+    numbers = frozenset(map(id, params))
+    users = map(_user_of, list(_latest))
+    return any(overlap._used.are_there(numbers) for overlap in users if overlap is not None)
 
 
 def _user_of(reducer: Reducer) -> Overlap | None:

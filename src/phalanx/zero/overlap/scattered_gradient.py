@@ -93,7 +93,9 @@ def _keeper(markers: Sequence[Any]) -> SliceKeeper:
 
 
 def _zero(markers: Sequence[Any]) -> None:
-    _keeper(markers).zero_slices([marker.number for marker in markers])
+    # Where the optimizer is gone, so are its slices, and what a user asks for is true already.
+    if any(marker.keeper() is not None for marker in markers):
+        _keeper(markers).zero_slices([marker.number for marker in markers])
     for marker in markers:
         marker.pending = None
         marker.is_zero = True
@@ -110,3 +112,10 @@ def take_pending(param: torch.Tensor) -> bool:
         return False
     param.grad, marker.pending = marker.pending, None
     return True
+
+
+def fill_zeroed(param: torch.Tensor) -> None:
+    """Make a scattered gradient that the user has zeroed a whole one, of what has been added to it since."""
+    marker = param.grad
+    if isinstance(marker, ScatteredGradient) and marker.is_zero:
+        param.grad, marker.pending = torch.zeros_like(param) if marker.pending is None else marker.pending, None

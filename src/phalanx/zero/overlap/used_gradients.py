@@ -6,6 +6,7 @@ A backward adds to gradients that are still there. Of scattered ones the marker 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Collection
 
 import torch
 
@@ -22,9 +23,11 @@ class UsedGradients:
         if param.grad is not None:
             self._noted.append((param, weakref.ref(param.grad), param.grad._version))
 
-    def are_there(self) -> bool:
-        """Whether one of them still is its parameter's gradient, and unchanged."""
+    def are_there(self, among: Collection[int] | None = None) -> bool:
+        """Whether one of them still is its parameter's gradient, and unchanged; `among`: of parameters with these ids."""
         for param, reference, version in self._noted:
+            if among is not None and id(param) not in among:
+                continue
             grad = reference()
             if grad is not None and param.grad is grad and grad._version == version:
                 return True

@@ -19,6 +19,7 @@ from ...errors import ConfigError
 from ...observe import trace
 from ...plan import Bucket, BucketCaps, BucketPlan, ParamSpec, build_plan
 from ...plan.shards import OwnedRange, Ownership, element_ownership
+from . import one_copy
 from .gathering import Gathering
 from .local import LocalOptimizer
 from .param_table import ParamTable
@@ -82,6 +83,7 @@ class ElementPartition(Partition):
         self.shards = [shard for shards in self.shards_of for shard in shards]
         self.gathering.provide(self.shards)
         if placement is Placement.SHARED:
+            one_copy.mark(param for shard in self.shards for param in shard.params)
             # Where parameters moved from may be shared as well, and must stay until everybody has left it.
             self.gathering.barrier()
 
