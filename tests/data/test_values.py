@@ -86,6 +86,37 @@ def test_a_world_of_one_needs_no_group() -> None:
         alone.mean(1.0, weight=-1)
 
 
+def differently_filled(rank: int, world: int) -> dict[str, Any]:
+    exchange = Exchange(rank, world, CPU)
+    keys = ["cat", "dog"] if rank == 0 else ["dog", "cat"]  # as their samples came
+    values = {key: {"cat": 1.0, "dog": 5.0}[key] for key in keys}
+    said = []
+    for wrong in ({"cat" if rank == 0 else "dog": 1.0}, torch.zeros(2, 3) if rank == 0 else torch.zeros(3, 2)):
+        with pytest.raises(MismatchError, match=f"rank {rank}: the ranks put values of different forms together"):
+            exchange.mean(wrong)
+    for other in ({"cat" if rank == 0 else "dog": 1.0}, (1,) * (rank + 1), [1] if rank == 0 else None):
+        with pytest.raises(MismatchError) as caught:
+            exchange.gather(other)
+        said.append(str(caught.value))
+    tensors = {key: torch.tensor([value]) for key, value in values.items()}
+    return {"mean": exchange.mean(values), "gathered": exchange.gather(tensors), "keys": keys, "said": said}
+
+
+@pytest.mark.parametrize("backend", ["gloo", "phalanx"])
+def test_values_are_put_together_by_their_keys_and_not_by_their_order(backend: str) -> None:
+    for rank, found in enumerate(run_ranks(2, differently_filled, backend=backend)):
+        assert found["mean"] == {"cat": 1.0, "dog": 5.0} and list(found["mean"]) == found["keys"]
+        assert {key: one.tolist() for key, one in found["gathered"].items()} == {"cat": [1.0, 1.0], "dog": [5.0, 5.0]}
+        said = found["said"]
+        assert said[0].startswith(f"rank {rank}: gather got a dict with the keys 'dog' from rank 1 and a dict with the keys")
+        assert "a tuple of 2 from rank 1 and a tuple of 1" in said[1] and "an object from rank 1 and a list" in said[2]
+
+
+def test_complex_numbers_have_no_mean_here() -> None:
+    with pytest.raises(ArgumentTypeError, match="made of real numbers"):
+        Exchange(0, 1, CPU).mean(torch.tensor([1 + 2j]))
+
+
 def first_only(rank: int, world: int) -> dict[str, Any]:
     exchange = Exchange(rank, world, CPU)
     done: list[str] = []

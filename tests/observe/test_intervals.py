@@ -33,7 +33,22 @@ def test_intersection_and_difference_are_those_of_sets(first: list[Interval], se
 
 @given(pairs, st.integers(0, 40), st.integers(0, 40))
 def test_clip_keeps_what_lies_between(given: list[Interval], start: int, end: int) -> None:
-    assert moments(clip(union(given), start, end)) == moments(given) & set(range(start, end))
+    found = clip(union(given), start, end)
+    assert moments(found) == moments(given) & set(range(start, end))
+    assert all(first < last for first, last in found)
+
+
+def test_clipping_a_long_run_pass_by_pass_does_not_look_at_all_of_it_each_time() -> None:
+    class Counted(list[Interval]):
+        looks = 0
+
+        def __getitem__(self, index: object) -> Interval:  # type: ignore[override]
+            self.looks += 1
+            return super().__getitem__(index)  # type: ignore[index, no-any-return]
+
+    whole = Counted((at, at + 1) for at in range(0, 20_000, 2))
+    assert [clip(whole, at, at + 2) for at in range(0, 20_000, 2)] == [[one] for one in whole]
+    assert whole.looks < 100 * len(whole)
 
 
 @given(pairs)

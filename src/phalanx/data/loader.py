@@ -105,7 +105,7 @@ class Loader:
         self._loop, self._num_loops, self._handled = _Loop.RUNNING, self._num_loops + 1, _being_handled()
         mine = self._num_loops
         try:
-            yield from self._rest_of(self.epoch)
+            yield from self._rest_of(self.epoch, mine)
         except GeneratorExit:
             # An iterator that is thrown away later than the next loop begins has no say any more.
             if mine == self._num_loops:
@@ -113,7 +113,7 @@ class Loader:
             raise
         self._loop = _Loop.NONE
 
-    def _rest_of(self, epoch: int) -> Iterator[Any]:
+    def _rest_of(self, epoch: int, mine: int) -> Iterator[Any]:
         """Batches until another epoch is the next one: at the end of this one, or of a state that was loaded meanwhile."""
         while self.epoch == epoch:
             expected, self._expected_digest = self._expected_digest, ""
@@ -121,6 +121,7 @@ class Loader:
                 self._position, self._is_ended = batch.position, False
                 with self._counting(batch):
                     yield self._on_device(batch.value)
+                self._require_only(mine)
                 if self.after_batch is not None:
                     self.after_batch()
                 if self._loop is _Loop.MOVED:
@@ -129,6 +130,14 @@ class Loader:
                 self._go_to(self.epoch + 1)
             # Otherwise the loop goes on with what is left there, unless that is of another epoch.
             self._loop = _Loop.RUNNING
+
+    def _require_only(self, mine: int) -> None:
+        """Refuse to go on with loop number `mine` if another has begun since: there is one place in the epoch for both."""
+        if mine != self._num_loops:
+            raise StateError(
+                f"rank {self._exchange.rank}: a loop over this loader goes on after another one over it has begun, expected "
+                "one at a time: each would take up what the other has left. Make a loader for each with worker.loader."
+            )
 
     def go_on(self, state: Mapping[str, Any], in_loop: bool) -> None:
         """There are other ranks now: deal to those what is left after `state`. Every rank calls it.
@@ -253,7 +262,7 @@ class Loader:
         if self._model is None:
             self._warn_of(batch)
             return contextlib.nullcontext()
-        if batch.is_even and self._count_of is None:
+        if batch.is_even and self._count_of is None and not self._source.steps_differ:
             return contextlib.nullcontext()  # all count the same; the plain mean is the same to the bit
         return self._model.weight(self.count)
 
@@ -268,10 +277,10 @@ class Loader:
             )
 
     def _warn_of_ending(self) -> None:
-        """Say at once what an epoch would end with, or would not have at all: an epoch may take hours."""
-        hazard = self._source.hazard(_takes_no_single(self._model))
-        if hazard and self._exchange.rank == 0:
-            warnings.warn(f"rank 0: {hazard}", stacklevel=users_stacklevel())
+        """Say at once what an epoch would end with, or would not have at all or not anew: an epoch may take hours."""
+        for hazard in (self._source.hazard(_takes_no_single(self._model)), self._source.staleness):
+            if hazard and self._exchange.rank == 0:
+                warnings.warn(f"rank 0: {hazard}", stacklevel=users_stacklevel())
 
     def _check_same(self, given: DataLoader[Any], sharded: bool) -> None:
         """Loaders that differ between ranks would deal out different samples, or end at different steps."""

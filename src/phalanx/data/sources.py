@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from ..errors import ConfigError
@@ -63,6 +63,9 @@ class Source(abc.ABC):
     """In what `Batch.position` counts; part of a saved state."""
     any_world = False
     """Whether a position means the same on another number of ranks."""
+    steps_differ = False
+    """Whether the ranks' batches of one step may be of different global batches, so that one cannot say if all are even."""
+    _remedy = "So they are started anew for each. "
 
     def __init__(self, given: DataLoader[Any], exchange: Exchange, settings: Settings) -> None:
         self._given, self._exchange, self._settings = given, exchange, settings
@@ -99,8 +102,20 @@ class Source(abc.ABC):
         """Of the order under way; "" where a source has no order of its own."""
         return ""
 
+    @property
+    def staleness(self) -> str:
+        """What processes that outlive the epoch would get wrong, in words; "" where they do no harm."""
+        if not _outlives_epochs(self._given):
+            return ""
+        return (
+            "the DataLoader's processes (persistent_workers=True) would not hear of the next epoch: their copies of the "
+            "dataset get no set_epoch, and a stream draws on from the numbers of the epoch before, unlike a resumed run. "
+            f"{self._remedy}Leave persistent_workers out."
+        )
+
     def _again(self, **changes: Any) -> DataLoader[Any]:
         kept = {name: getattr(self._given, name) for name in _KEPT}
+        kept["persistent_workers"] = kept["persistent_workers"] and not _outlives_epochs(self._given)
         return DataLoader(generator=self._generator, **{**kept, **changes})
 
     def _begin(self, epoch: int, rank: int) -> None:
@@ -223,12 +238,14 @@ class Samples(_Dealt):
 
 
 class Batches(_Dealt):
-    """Batches of the user's own batch sampler, one per rank and step."""
+    """Batches of the user's own batch sampler, one per rank and step; also where the dataset itself puts them together."""
 
     unit = "batches"
 
     def __init__(self, given: DataLoader[Any], exchange: Exchange, settings: Settings) -> None:
-        super().__init__(given, exchange, settings, given.batch_sampler, exchange.world)
+        super().__init__(given, exchange, settings, _batch_sampler(given), exchange.world)
+        if given.batch_sampler is None:
+            self._loader = self._again(dataset=given.dataset, batch_size=None, sampler=self._planned)
 
     def _indices(self, order: Sequence[Any], share: Share) -> Any:
         return order[(share if len(share) else self._stand_in(share)).start]  # a stand-in is the batch before
@@ -257,6 +274,9 @@ class Stream(Source):
             )
         self._size = size // exchange.world if settings.split_batches else size
         ending = "drop" if given.drop_last else settings.ending
+        # Each process of the DataLoader deals out a stream of its own. A rank that gets nothing of one's rest goes on with
+        # the next one's batch, while others still have theirs of the rest.
+        self.steps_differ = ending == "join" and given.num_workers > 1
         stream: Any = given.dataset
         part = StreamPart(stream, exchange.rank, exchange.world, self._size * exchange.world, ending)
         self._loader = self._again(
@@ -284,6 +304,7 @@ class Own(Source):
     """The user's DataLoader as it is: every rank has samples of its own, maybe more or fewer than others."""
 
     unit = "own steps"
+    _remedy = ""  # the DataLoader is the user's own
 
     def __len__(self) -> int:
         return len(self._given)
@@ -291,7 +312,7 @@ class Own(Source):
     def epoch(self, number: int, position: int, digest: str) -> Iterator[Batch]:
         given = self._given
         parts = [given, given.sampler, given.batch_sampler, getattr(given.batch_sampler, "sampler", None)]
-        set_epoch(number, given.dataset, *parts[1:3])
+        set_epoch(number, given.dataset, *parts[1:])
         # By this rank's own seed: samplers that divide one dataset draw alike where the script has seeded ranks alike.
         mine = Secluded(given, epoch_seed(self.seeds[self._exchange.rank], number), parts)
         # A rank that was out of batches already stands in with its last one.
@@ -333,16 +354,35 @@ def kind_of(given: DataLoader[Any], sharded: bool) -> type[Source]:
     if isinstance(given.dataset, IterableDataset):
         return Stream
     # A DataLoader that was given a batch sampler forgets its batch size.
-    return Batches if given.batch_sampler is not None and given.batch_size is None else Samples
+    return Batches if given.batch_size is None and _batch_sampler(given) is not None else Samples
+
+
+def _batch_sampler(given: DataLoader[Any]) -> Any:
+    """The user's; without batching (batch_size=None) it may stand in the sampler's place."""
+    if given.batch_sampler is None and isinstance(given.sampler, BatchSampler):
+        return given.sampler
+    return given.batch_sampler
+
+
+def _outlives_epochs(given: DataLoader[Any]) -> bool:
+    """Whether the DataLoader's processes live on from epoch to epoch, with a dataset that changes between them."""
+    return given.persistent_workers and (isinstance(given.dataset, IterableDataset) or hasattr(given.dataset, "set_epoch"))
+
+
+def _is_divided(given: DataLoader[Any]) -> bool:
+    """Whether a sampler gives each rank a part of its own: torch's does, and those that have `num_replicas` as it does."""
+    outer = (given.sampler, given.batch_sampler)
+    samplers = [*outer, *(getattr(one, "sampler", None) for one in outer)]
+    return any(isinstance(one, DistributedSampler) or getattr(one, "num_replicas", 1) > 1 for one in samplers)
 
 
 def source_of(given: DataLoader[Any], exchange: Exchange, settings: Settings, sharded: bool) -> Source:
     """The source that fits a DataLoader."""
     kind = kind_of(given, sharded)
-    if not sharded and kind is not Stream and isinstance(given.sampler, DistributedSampler):
+    if not sharded and kind is not Stream and _is_divided(given):
         raise ConfigError(
-            "the DataLoader has a DistributedSampler and is divided already. Leave the sampler out (shuffle=True does the "
-            "same here, and nothing is repeated at the end), or pass sharded=True to keep it."
+            "the DataLoader has a DistributedSampler, or one like it, and is divided already. Leave the sampler out "
+            "(shuffle=True does the same here, and nothing is repeated at the end), or pass sharded=True to keep it."
         )
     if kind is Batches and settings.split_batches:
         raise ConfigError("batches of a batch sampler are not split. Leave split_batches out, or let it make smaller ones.")

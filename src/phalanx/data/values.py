@@ -7,6 +7,7 @@ same order. A world of one communicates nothing.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
@@ -58,10 +59,15 @@ class Exchange:
     def mean(self, value: Any, weight: float | Tensor = 1.0) -> Any:
         """Σ weight·value / Σ weight over the ranks, for a number, a tensor, or a dict, list or tuple of them.
 
-        One collective, in double precision. NaN where all weights are 0.
+        One collective, in double precision. NaN where all weights are 0. The keys of a dict may come in any order; ranks
+        whose values differ in form raise MismatchError, or get NaN where looking would make the host wait for a device.
         """
         leaves: list[Tensor] = []
         _map_numbers(value, lambda leaf: leaves.append(torch.as_tensor(leaf).detach()))
+        if any(leaf.is_complex() for leaf in leaves):
+            raise ArgumentTypeError(
+                f"rank {self.rank}: a mean is made of real numbers, got complex ones. Pass torch.view_as_real(value)."
+            )
         share = torch.as_tensor(weight, dtype=torch.float64).detach().reshape(1)
         if share.device.type == "cpu" and not bool(share >= 0):
             raise ConfigError(f"rank {self.rank}: a weight in a mean must be 0 or more, got {weight}")
@@ -70,25 +76,55 @@ class Exchange:
         flat = [leaf.to(device, _wide(device)).reshape(-1) for leaf in leaves]
         share = share.to(device, _wide(device))
         # A rank that counts nothing must not spoil the others' sum, were its value infinite or no number.
-        packed = torch.cat([torch.where(share > 0, one * share, 0.0) for one in flat] + [share])
+        counted = [torch.where(share > 0, one * share, 0.0) for one in flat]
+        form = _form_mark(value, device)
+        packed = torch.cat([*counted, share, form])
         self._sum(packed)
-        means = iter((packed[:-1] / packed[-1]).split([leaf.numel() for leaf in leaves]))
+        numbers, total, forms = packed[:-3], packed[-3], packed[-2:]
+        means = iter(self._of_one_form(numbers / total, forms == self.world * form).split([leaf.numel() for leaf in leaves]))
         return _map_numbers(value, lambda leaf: _like(leaf, next(means)))
+
+    def _of_one_form(self, means: Tensor, agrees: Tensor) -> Tensor:
+        if means.device.type != "cpu":
+            return torch.where(agrees.all(), means, torch.nan)
+        if not bool(agrees.all()):
+            raise MismatchError(
+                f"rank {self.rank}: the ranks put values of different forms together in a mean: other keys, lengths or "
+                "shapes. Pass the same ones on every rank, with weight=0 where a rank has nothing to say."
+            )
+        return means
 
     def gather(self, value: Any) -> Any:
         """Every rank's value on every rank, in order of ranks.
 
         Tensors are joined along their first dimension, whose size may differ by rank; a scalar counts as one row. Lists are
-        joined too. Dicts and tuples are gathered entry by entry. Anything else becomes a list with an entry per rank.
+        joined too. Dicts and tuples are gathered entry by entry, by their keys. Anything else becomes a list with an entry
+        per rank. Raises MismatchError, on every rank, where one has other keys, or another kind of value.
         """
         if isinstance(value, Tensor):
             return self._gather_tensor(value)
         if isinstance(value, Mapping):
-            return {key: self.gather(item) for key, item in value.items()}
+            keys = sorted(value, key=repr)
+            self._all_of("dict", list(map(repr, keys)))
+            gathered = {key: self.gather(value[key]) for key in keys}
+            return {key: gathered[key] for key in value}
         if isinstance(value, tuple):
+            self._all_of("tuple", len(value))
             return tuple(self.gather(item) for item in value)
-        found = self.all_objects(value)
-        return [item for items in found for item in items] if isinstance(value, list) else found
+        if isinstance(value, list):
+            return [item for items in self._all_of("list", value, same=False) for item in items]
+        return self._all_of("object", value, same=False)
+
+    def _all_of(self, kind: str, told: Any, same: bool = True) -> list[Any]:
+        """What every rank tells of the value it gathers, of one kind everywhere; with `same`, also told alike."""
+        found = self.all_objects((kind, told))
+        for rank, (other, said) in enumerate(found):
+            if other != found[0][0] or (same and said != found[0][1]):
+                raise MismatchError(
+                    f"rank {self.rank}: gather got {_in_words(other, said)} from rank {rank} and {_in_words(*found[0])} "
+                    "from rank 0. Gather values of one form on every rank."
+                )
+        return [said for _, said in found]
 
     def all_objects(self, value: Any) -> list[Any]:
         """Every rank's value, pickled, by rank."""
@@ -127,7 +163,7 @@ class Exchange:
 
     def _gather_tensor(self, tensor: Tensor) -> Tensor:
         mine = tensor.detach().reshape(1) if tensor.dim() == 0 else tensor.detach()
-        kinds = self.all_objects((str(mine.dtype), tuple(mine.shape)))
+        kinds = self._all_of("tensor", (str(mine.dtype), tuple(mine.shape)), same=False)
         for rank, (dtype, shape) in enumerate(kinds):
             if dtype != kinds[0][0] or shape[1:] != kinds[0][1][1:]:
                 raise MismatchError(
@@ -195,13 +231,41 @@ def _map_numbers(value: Any, change: Callable[[Any], Any]) -> Any:
     if isinstance(value, Tensor | int | float):
         return change(value)
     if isinstance(value, Mapping):
-        return {key: _map_numbers(item, change) for key, item in value.items()}
+        # In one order everywhere: a dict that was filled as its data came has another one on every rank.
+        changed = {key: _map_numbers(value[key], change) for key in sorted(value, key=repr)}
+        return {key: changed[key] for key in value}
     if isinstance(value, list | tuple):
         items = [_map_numbers(item, change) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     raise ArgumentTypeError(
         f"a mean is made of numbers and tensors, or of dicts, lists and tuples of them, got {type(value).__name__}"
     )
+
+
+def _form_mark(value: Any, device: torch.device) -> Tensor:
+    """Two numbers whose sums over the ranks are `world` times one's own only if all have the same: m and m².
+
+    Small enough that their sums are exact.
+    """
+    bits = 20 if _wide(device) is torch.float64 else 8
+    mark = int.from_bytes(hashlib.blake2b(_form(value).encode(), digest_size=4).digest(), "little") % 2**bits
+    return torch.tensor([mark, mark * mark], dtype=_wide(device), device=device)
+
+
+def _form(value: Any) -> str:
+    """Keys, lengths and shapes of what a mean is made of."""
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{key!r}:{_form(value[key])}" for key in sorted(value, key=repr)) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ",".join(map(_form, value)) + "]"
+    return str(tuple(value.shape)) if isinstance(value, Tensor) else "()"
+
+
+def _in_words(kind: str, told: Any) -> str:
+    """What a rank gathers, for a message."""
+    if kind == "dict":
+        return f"a dict with the keys {', '.join(told[:8])}{' …' if len(told) > 8 else ''}"
+    return f"a tuple of {told}" if kind == "tuple" else f"a {kind}".replace("a object", "an object")
 
 
 def _like(leaf: Any, mean: Tensor) -> Any:

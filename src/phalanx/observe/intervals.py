@@ -5,6 +5,7 @@ A set is a list of (start, end) pairs, sorted, disjoint and not empty; `union` m
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable
 
 Interval = tuple[int, int]
@@ -61,8 +62,17 @@ def length(intervals: Iterable[Interval]) -> int:
 
 
 def clip(intervals: list[Interval], start: int, end: int) -> list[Interval]:
-    """The part of a set between two moments."""
-    return intersection(intervals, [(start, end)]) if end > start else []
+    """The part of a set between two moments. Looks at that part only: a long run is clipped pass by pass."""
+    if end <= start:
+        return []
+    at = bisect_left(intervals, (start, start))
+    if at and intervals[at - 1][1] > start:
+        at -= 1
+    part: list[Interval] = []
+    while at < len(intervals) and intervals[at][0] < end:
+        part.append((max(intervals[at][0], start), min(intervals[at][1], end)))
+        at += 1
+    return part
 
 
 def rows(pairs: list[Interval]) -> list[int]:

@@ -18,7 +18,7 @@ from phalanx.launch.rundir import RunDirectory, refuse_special
 from phalanx.observe import trace
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Span:
     """Something that took time; times in nanoseconds since the run's first event."""
 
@@ -35,7 +35,7 @@ class Span:
         return bucket if isinstance(bucket, int) else None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Instant:
     """Something that happened."""
 
@@ -45,7 +45,7 @@ class Instant:
     attrs: dict[str, Any]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Scalar:
     """One point of a curve."""
 
@@ -228,6 +228,7 @@ def _place(raw: _RawTrace, zero: int) -> RankTrace:
             rank.facts[name] = event[3]
         else:
             raise AssertionError(f"{kind!r} has been refused by _check")
+    raw.events = []  # of a long run both forms together would not fit
     rank.spans.sort(key=lambda span: (span.start, -span.end))
     rank.instants.sort(key=lambda instant: instant.at)
     return rank
