@@ -70,12 +70,11 @@ def report(rank: int, world: int, options: dict[str, Any], overlapped: bool) -> 
         zero.zero_grad()
         wrapped(own_gradients(model, step, rank, world)).backward()
         zero.step()
-    plain = optim.Adam(model.parameters())
-    for param in model.parameters():
-        param.grad = torch.ones_like(param)
+    copies = [nn.Parameter(param.detach().clone()) for param in model.parameters()]
+    for copy in copies:
+        copy.grad = torch.ones_like(copy)
+    plain = optim.Adam(copies)
     plain.step()
-    for param in model.parameters():
-        param.grad = None
     return zero.memory(), state_bytes(zero.optim), state_bytes(plain)
 
 
