@@ -50,6 +50,13 @@ MUTATIONS = (
         tests=TESTS,
     ),
     Mutation(
+        name="order: a backward that raises is one of every wrapper that waits for a backward",
+        file=ORDER,
+        old="        graph = running_graph()\n",
+        new="        graph = None\n",
+        tests=TESTS,
+    ),
+    Mutation(
         name="order: wrappers of one shape have the same signature",
         file=REDUCER,
         old='        signature = f"{self.number}/{self.plan.hash}/{planned.index}"\n',

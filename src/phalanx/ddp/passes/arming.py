@@ -22,13 +22,20 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from ...optim.engine import BackwardEnd, accumulates, call_in_enclosing, current_backward, enclosing_function
+from ...optim.engine import (
+    BackwardEnd,
+    RunningGraph,
+    accumulates,
+    call_in_enclosing,
+    current_backward,
+    enclosing_function,
+)
 from ..structure import Watched
 
 if TYPE_CHECKING:
@@ -42,7 +49,7 @@ _numbers = count()  # of all forwards, of all wrappers, in the order in which th
 class Forward:
     """One forward of the wrapper. `waits`: a backward of it may still come that we cannot tell from its outputs."""
 
-    __slots__ = ("__weakref__", "elsewhere", "is_opaque", "may_nest", "number", "reduces", "waits")
+    __slots__ = ("__weakref__", "elsewhere", "is_opaque", "may_nest", "nodes", "number", "reduces", "waits")
 
     def __init__(self, reduces: bool) -> None:
         self.number = next(_numbers)
@@ -50,12 +57,13 @@ class Forward:
         self.waits = True
         self.may_nest = True  # whether its backward may run another backward inside; where nobody has looked, it may
         self.is_opaque = True  # whether its output holds something into which we cannot look
+        self.nodes: tuple[int, ...] = ()  # of its outputs, by number: who holds a node keeps its graph
         # Where its backward leaves gradients elsewhere (distributed autograd): makes them `.grad` for a while.
         self.elsewhere: Callable[[Any], AbstractContextManager[None]] | None = None
 
     def returned(self, watched: Watched) -> None:
         """The forward has returned; a backward inside it may have come already, and another may follow."""
-        self.is_opaque = not watched.sees_all
+        self.is_opaque, self.nodes = not watched.sees_all, watched.nodes
         self.waits = self.waits or watched.num_tensors > 0 or self.is_opaque
 
 
@@ -120,11 +128,20 @@ class Arming:
         """The outermost pass under way, if it has been noted."""
         return self._ending()
 
-    @property
-    def awaited(self) -> int | None:
-        """The number of the last forward whose backward is to be reduced and has not come."""
-        waiting = [each.number for each in self._waiting if each.waits and each.reduces]
-        return waiting[-1] if waiting and not self._had_backward else None
+    def awaited(self, graph: RunningGraph | None, params: Collection[int]) -> int | None:
+        """The number of the last forward that waits for a backward through `graph`, which is to be reduced.
+
+        `params`: this wrapper's own, by identity. Where nobody knows the graph (None), any forward that waits may be meant.
+        """
+        waiting = [each for each in self._waiting if each.waits and each.reduces]
+        if self._had_backward:
+            return None
+        if graph is not None:
+            # Of a loss that was no output, it is not known which forward it was of: the last, as in `begin`.
+            meets = not graph.leaves.isdisjoint(params)
+            reached = [each for each in waiting if not graph.numbers.isdisjoint(each.nodes)]
+            waiting = reached or [each for each in waiting if meets or (graph.nests and each.is_opaque)]
+        return waiting[-1].number if waiting else None
 
     @property
     def may_nest(self) -> bool:

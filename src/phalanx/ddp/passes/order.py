@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
+from ...optim.engine import running_graph
+
 if TYPE_CHECKING:
     from ..reducer.reducer import Reducer
     from .arming import Ending
@@ -64,10 +66,13 @@ class LaunchOrder:
     def fail_waiting(self, backward: int) -> None:
         """A backward has raised, perhaps before it came to wrappers that it has come to on another rank.
 
-        All ranks have run the same forwards, so all of them count the same wrappers in: those that wait for a backward.
+        All ranks have run the backward of the same forwards, so all of them count the same wrappers in: those whose
+        outputs or parameters are in its graph. Not all that wait for a backward: one rank alone may have run a forward
+        of which no backward comes, as for a picture of gradients by `autograd.grad`.
         """
+        graph = running_graph()
         for known in self.alive:
-            number = known.awaited
+            number = known.awaited(graph)
             if number is not None:
                 known.fail_unreached(backward, number)
 

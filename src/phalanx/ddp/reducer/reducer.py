@@ -26,7 +26,7 @@ from ...comm.memory.heap import trim_heap
 from ...comm.memory.left_over import drop_left_over
 from ...comm.memory.segment import trim_shared
 from ...errors import PhalanxError, ReductionError
-from ...optim.engine import current_backward
+from ...optim.engine import RunningGraph, current_backward
 from ...plan import Bucket as PlannedBucket
 from ...plan import BucketPlan
 from ..buckets import slot
@@ -272,11 +272,13 @@ class Reducer(TorchReducer):
         """Whether a backward raised that was to be reduced, and other ranks may wait for us."""
         return self._raised_before or self.state is FAILED
 
-    @property
-    def awaited(self) -> int | None:
-        """The number of the forward whose backward has not come, if one is to be reduced."""
-        is_idle = self.state is IDLE and not self._raised_before and any(param.requires_grad for param in self.params)
-        return self._arming.awaited if is_idle else None
+    def awaited(self, graph: RunningGraph | None) -> int | None:
+        """The number of the forward whose backward, through `graph`, has not come, if one is to be reduced."""
+        trained = {id(param) for param in self.params if param.requires_grad}
+        if self.state is not IDLE or self._raised_before or not trained:
+            return None
+        # Not by a parameter that others have too: a backward that has reached an output of theirs is theirs (`shared.py`).
+        return self._arming.awaited(graph, trained - self.sharers.params)
 
     def give_up(self) -> Generator[None]:
         """Take part in what is left of a pass that failed, in parts between which other wrappers do theirs."""
