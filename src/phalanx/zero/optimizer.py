@@ -127,6 +127,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         )
         groups = self.param_groups
         self._sharded = ShardedOptimizer(self.optimizer_class, defaults, groups, choice, collectives, placement)
+        self._sharded.local.agree_on_due = self._settings.agree_on_due
         # Schedulers look here for options that were left at their default.
         self.defaults = {**self.optim.defaults}
         self._consolidated: dict[int, Any] | None = None

@@ -439,13 +439,12 @@ class Overlap(Listener):
             return
         gradients.arm()
         partition.prepare()
-        for shards in partition.shards_of:
-            for shard in shards:
-                if shard.is_due():
-                    shard.refresh()
-                    if shards is not partition.shards_of[0]:
-                        shard.take_gradients()
-                    partition.update(shard, self.sharded.local, arguments)
+        reduced = partition.shards_of[0]  # which have their gradients from the wrapper
+        for shard in partition.due(self.sharded.local):
+            shard.refresh()
+            if shard not in reduced:
+                shard.take_gradients()
+            partition.update(shard, self.sharded.local, arguments)
         partition.gathering.finish()
 
     def refuse_unreduced(self) -> None:

@@ -124,18 +124,22 @@ class ElementPartition(Partition):
             self.prepare()
             if local.stepper is not None:
                 local.stepper.begin(self.shards, arguments)
-            for shard in self.shards:
-                if shard.is_due():
-                    shard.refresh()
-                    shard.take_gradients()
-                    self.update(shard, local, arguments)
-                    # At once: slices are views of `.grad`, and would keep its memory alive beyond zero_grad().
-                    shard.drop_gradients()
+            for shard in self.due(local):
+                shard.refresh()
+                shard.take_gradients()
+                self.update(shard, local, arguments)
+                # At once: slices are views of `.grad`, and would keep its memory alive beyond zero_grad().
+                shard.drop_gradients()
             if local.stepper is not None:
                 local.stepper.end()
             # Before this returns, parts of the parameters are still the old ones: nobody may compute with them.
             self.gathering.finish()
         return loss
+
+    def due(self, local: LocalOptimizer) -> list[Shard]:
+        """The shards that take part in a step. The same on all ranks, which must gather alike."""
+        flags = local.agree_on_due([shard.is_due() for shard in self.shards])
+        return [shard for shard, flag in zip(self.shards, flags, strict=True) if flag]
 
     def prepare(self) -> None:
         """Before a step: return when parameters may be changed."""

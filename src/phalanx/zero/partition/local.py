@@ -6,7 +6,7 @@ where parameters and gradients come from.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +32,8 @@ class LocalOptimizer:
         self._params = [list(params) for params in params_by_group]
         # Who steps shards piece by piece in its stead. Here, as this object stays when the partition is made anew.
         self.stepper: Stepper | None = None
+        # Which buckets take part in a step, from which of them this rank would step: the same on all ranks.
+        self.agree_on_due: Callable[[list[bool]], list[bool]] = list
         self.push(groups)
 
     def pull(self, groups: Sequence[dict[str, Any]]) -> None:

@@ -7,6 +7,7 @@ where they lie, small ones of one owner together.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -59,8 +60,8 @@ class BroadcastBucket:
         self._copies = flat is not None and not as_views
 
     def is_due(self) -> bool:
-        """Whether the bucket travels after a step. The same on all ranks."""
-        # Not by the gradients alone: a rank may be without one, and all must launch the same broadcasts.
+        """Whether the bucket travels after a step, as far as this rank knows (`LocalOptimizer.agree_on_due`)."""
+        # Not by the gradients alone: this rank may be without one that others have.
         return any(param.requires_grad or param.grad is not None for param in self.params)
 
     def launch(self, collectives: Collectives) -> Work:
@@ -122,19 +123,19 @@ class ParameterPartition(Partition):
     def step(self, local: LocalOptimizer, closure: Any, arguments: dict[str, Any]) -> Any:
         if callable(closure) and self.coupled and self.collectives.world > 1:
             device = self.table.params[0].device
-            together = CoupledStep(self.collectives, device, self.share)
+            together = CoupledStep(self.collectives, device, partial(self.share, local))
             result = together.run(local, closure, arguments)
         else:
             if closure is not None:
-                arguments = {**arguments, "closure": self._synchronised(closure)}
+                arguments = {**arguments, "closure": self._synchronised(closure, local)}
             started_ns = trace.now_ns()
             result = local.step_all(**arguments)
             if trace.recorder is not None:
                 trace.recorder.span(trace.OPTIMIZER, started_ns, trace.now_ns())
-        self.share()
+        self.share(local)
         return result
 
-    def _synchronised(self, closure: Any) -> Any:
+    def _synchronised(self, closure: Any, local: LocalOptimizer) -> Any:
         """The closure for an optimizer that may call it again after changing this rank's parameters."""
         if not callable(closure):
             return closure
@@ -145,16 +146,17 @@ class ParameterPartition(Partition):
             calls += 1
             # At the first call parameters are still equal everywhere; later the optimizer has moved the owned ones.
             if calls > 1:
-                self.share()
+                self.share(local)
             return closure()
 
         return evaluate
 
     @torch.no_grad()
-    def share(self) -> None:
+    def share(self, local: LocalOptimizer) -> None:
         """Make every parameter equal on all ranks: each owner's values win."""
         started_ns = trace.now_ns()
-        due = [bucket for bucket in self.buckets if bucket.is_due()]
+        flags = local.agree_on_due([bucket.is_due() for bucket in self.buckets])
+        due = [bucket for bucket, flag in zip(self.buckets, flags, strict=True) if flag]
         # All at once: owners are different ranks, which then send at the same time. The order is that of the numbers of
         # parameters, the same on every rank.
         works = [bucket.launch(self.collectives) for bucket in due]
