@@ -10,7 +10,7 @@ import torch
 from torch.autograd import Variable
 from torch.utils.checkpoint import checkpoint
 
-from phalanx.ddp.buckets.memory import is_unshared, references
+from phalanx.ddp.buckets.bucket import is_unshared, references
 from phalanx.optim.engine import (
     BackwardEnd,
     accumulates,
@@ -262,9 +262,9 @@ def test_the_outer_pass_goes_on_to_a_node_whose_prehook_was_registered_meanwhile
     )
 
 
-# -- ddp/buckets/memory.py: who holds a gradient ---------------------------------------------------
+# -- ddp/buckets/bucket.py: who holds a gradient ---------------------------------------------------
 
-_MEMORY = "ddp/buckets/memory.py frees a gradient that nobody else holds, as these counts say"
+_MEMORY = "ddp/buckets/bucket.py frees a gradient that nobody else holds, as these counts say"
 
 
 def test_a_tensor_that_only_its_list_holds_is_told_from_one_that_is_shared() -> None:

@@ -106,6 +106,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         """Make the parts that depend on who takes part. Every rank is here at the same point."""
         asked, defaults = self._asked, self._given_defaults
         self.process_group = choose_group(process_group, None)
+        recover(self.process_group)
         collectives = collectives_for(self.process_group)
         self.rank, self.world_size = collectives.rank, collectives.world
         self.global_rank = dist.get_rank() if dist.is_initialized() else self.rank
