@@ -18,7 +18,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from phalanx.comm.group.process_group import collectives_of
+from phalanx.comm.group.direct import collectives_of
 from phalanx.comm.hierarchical import hosts
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

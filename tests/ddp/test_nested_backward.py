@@ -161,25 +161,25 @@ def test_a_nested_backward_of_a_users_own_function_is_right_too(width: int, back
 
 
 def count_late_parts(rank: int, world: int) -> list[int]:
-    from phalanx.ddp.passes import flight
+    from phalanx.ddp.passes import backward
 
     model, _ = made(LARGE)
     wrapped = phalanx.DistributedDataParallel(model, bucket_cap_mb=cap_mb(LARGE))
     seen: list[int] = []
-    reduce_late_part = flight.reduce_late_part
+    reduce_late_part = backward.reduce_late_part
 
     def watched(run: Any, bucket: Any) -> None:
         seen[-1] += 1
         reduce_late_part(run, bucket)
 
-    flight.reduce_late_part = watched
+    backward.reduce_late_part = watched
     try:
         for step, modes in enumerate([(PLAIN, PLAIN)] * 2 + [(PLAIN, LATE), (PLAIN, LATE), (LATE, PLAIN), (LATE, LATE)]):
             seen.append(0)
             wrapped.zero_grad()
             loss_of(wrapped, step, rank, LARGE, modes).backward()
     finally:
-        flight.reduce_late_part = reduce_late_part
+        backward.reduce_late_part = reduce_late_part
     return seen
 
 

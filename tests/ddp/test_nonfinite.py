@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import phalanx
-from phalanx.ddp.passes import flight
+from phalanx.ddp.passes import backward
 from phalanx.errors import ConfigError, MismatchError, ReductionError
 from phalanx.optim import apply_in_backward
 from tests.cluster import run_ranks
@@ -164,8 +164,8 @@ def late(rank: int, world: int) -> tuple[list[str], int]:
     net = Nested()
     wrapped = phalanx.DistributedDataParallel(net, bucket_cap_mb=0.0003, on_nonfinite="warn")
     said, seen = [], []
-    reduce_late_part = flight.reduce_late_part
-    flight.reduce_late_part = lambda run, bucket: seen.append(bucket.index) or reduce_late_part(run, bucket)
+    reduce_late_part = backward.reduce_late_part
+    backward.reduce_late_part = lambda run, bucket: seen.append(bucket.index) or reduce_late_part(run, bucket)
     try:
         for step in range(4):
             net.nests, net.poisons = step >= 2, step == 2 and rank == 1
@@ -175,7 +175,7 @@ def late(rank: int, world: int) -> tuple[list[str], int]:
                 wrapped(torch.ones(2, 8)).square().mean().backward()
             said.append(" ".join(str(each.message) for each in caught if "NaN" in str(each.message)))
     finally:
-        flight.reduce_late_part = reduce_late_part
+        backward.reduce_late_part = reduce_late_part
     return said, len(seen)
 
 

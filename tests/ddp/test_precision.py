@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import phalanx
 from phalanx.ddp.features.buffers import BufferHookLocation
 from tests.cluster import run_ranks
-from tests.ddp.by_hand import LARGE, SMALL, Net, assert_mean, everywhere, inputs, mean_by_hand, unwrapped
+from tests.ddp.by_hand import LARGE, SMALL, Net, alike, assert_mean, everywhere, inputs, mean_by_hand, unwrapped
 
 pytestmark = pytest.mark.covering(2)
 
@@ -268,3 +269,29 @@ def change_buffers_after_forward(rank: int, world: int, recompute: bool) -> None
 @pytest.mark.parametrize("recompute", [False, True], ids=["once", "computed again"])
 def test_buffers_changed_between_forward_and_backward_stay_so(recompute: bool) -> None:
     run_ranks(2, change_buffers_after_forward, recompute)
+
+
+def backward_amid_forward(rank: int, world: int, width: int, reduces: bool) -> None:
+    """The backward of one forward runs in the midst of the next: parameters are low there already, and full afterwards."""
+    model = Net(width)
+    before = [param.detach().clone() for param in model.parameters()]
+    wrapped = phalanx.DistributedDataParallel(model, mixed_precision=phalanx.MixedPrecision(param_dtype=LOW))
+    for step in range(3):
+        with contextlib.nullcontext() if reduces else wrapped.no_sync():
+            loss = wrapped(inputs(step, rank, width)).square().mean()
+        handle = model.register_forward_pre_hook(lambda _module, _args, loss=loss: loss.backward())
+        again = wrapped(inputs(step + 10, rank, width)).square().mean()
+        handle.remove()
+        assert all(map(torch.equal, before, model.parameters())), "full, to the bit"
+        again.backward()
+        assert all(map(torch.equal, before, model.parameters())), "full, to the bit"
+        for param in model.parameters():
+            assert param.grad is not None and param.grad.dtype == torch.float32 and alike(param.grad)
+        wrapped.zero_grad()
+
+
+@everywhere
+@widths
+@pytest.mark.parametrize("reduces", [True, False], ids=["reduced", "no_sync"])
+def test_a_backward_in_the_midst_of_a_forward_leaves_full_parameters(reduces: bool, width: int, backend: str) -> None:
+    run_ranks(2, backward_amid_forward, width, reduces, backend=backend)

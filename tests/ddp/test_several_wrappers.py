@@ -16,7 +16,17 @@ import phalanx
 from phalanx.comm.hooks import allreduce_hook
 from phalanx.errors import MismatchError, ReductionError
 from tests.cluster import run_ranks
-from tests.ddp.by_hand import alike, everywhere
+from tests.ddp.by_hand import (
+    SMALL,
+    BrokenLayer,
+    Net,
+    alike,
+    assert_mean,
+    everywhere,
+    inputs,
+    mean_by_hand,
+    unwrapped,
+)
 
 pytestmark = pytest.mark.covering(2)
 
@@ -205,6 +215,42 @@ def one_of_two_raises(rank: int, world: int) -> None:
 @everywhere
 def test_a_backward_of_two_wrappers_that_raises_on_all_ranks_can_be_followed_by_another(backend: str) -> None:
     run_ranks(2, one_of_two_raises, backend=backend)
+
+
+def looked_at_alone(rank: int, world: int, looks_after: bool) -> None:
+    """Rank 0 makes a picture of one model's gradients, by a forward of its own; then backwards raise everywhere."""
+    bodies = [Net(SMALL), Net(SMALL)]
+    plain = [unwrapped(body) for body in bodies]
+    first, second = wrapped = [phalanx.DistributedDataParallel(body) for body in bodies]
+    x = inputs(9, rank, SMALL).requires_grad_()
+
+    def refuse(_grad: torch.Tensor) -> None:
+        raise BrokenLayer("on purpose")
+
+    for step in range(4):
+        if rank == 0 and not looks_after:
+            torch.autograd.grad(first(x).sum(), x)
+        # Where both take part, the backward of rank 0 does not come to the first.
+        loss = first(inputs(step, rank, SMALL)).sum() if step % 2 else torch.zeros(())
+        loss = second(inputs(step, rank, SMALL)).sum() + loss
+        if rank == 0 and looks_after:
+            picture = first(x)  # the last forward of the first model takes no part in the backward
+            torch.autograd.grad(picture.sum(), x, retain_graph=True)
+        handle = bodies[0 if rank and step % 2 else 1].a.weight.register_hook(refuse)
+        with pytest.raises(BrokenLayer):
+            loss.backward()
+        handle.remove()
+        for body, one, alone in zip(bodies, wrapped, plain, strict=True):
+            one.zero_grad()
+            one(inputs(step, rank, SMALL)).square().mean().backward()
+            wanted = mean_by_hand(alone, world, lambda m, r, step=step: m(inputs(step, r, SMALL)).square().mean())
+            assert_mean(body, wanted)
+
+
+@everywhere
+@pytest.mark.parametrize("looks_after", [False, True], ids=["before", "after"])
+def test_a_forward_of_one_rank_alone_takes_no_part_in_a_backward_that_raises(looks_after: bool, backend: str) -> None:
+    run_ranks(2, looked_at_alone, looks_after, backend=backend, timeout_s=30, pg_timeout_s=10)
 
 
 class Headed(nn.Module):

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import phalanx
-from phalanx.ddp.passes.flight import Pass
+from phalanx.ddp.passes.backward import Pass
 from phalanx.ddp.reducer.hooks import GradientHooks
 from tests.cluster import run_ranks
 

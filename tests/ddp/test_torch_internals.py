@@ -10,8 +10,16 @@ import torch
 from torch.autograd import Variable
 from torch.utils.checkpoint import checkpoint
 
-from phalanx.ddp.buckets.memory import is_unshared, references
-from phalanx.optim.engine import BackwardEnd, accumulates, call_in_enclosing, enclosing_function
+from phalanx.ddp.buckets.bucket import is_unshared, references
+from phalanx.optim.engine import (
+    BackwardEnd,
+    accumulates,
+    call_in_enclosing,
+    enclosing_function,
+    node_number,
+    running_graph,
+)
+from tests.ddp.by_hand import Breaks, BrokenLayer
 
 
 def test_the_running_backward_has_an_id_and_a_nested_one_another() -> None:
@@ -25,6 +33,31 @@ def test_the_running_backward_has_an_id_and_a_nested_one_another() -> None:
     hidden.sum().backward()
     outer, nested, outer_again = seen
     assert outer == outer_again != nested and min(seen) >= 0
+
+
+def test_the_graph_of_a_backward_is_known_while_it_runs_and_when_it_has_raised() -> None:
+    layer, other, seen = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2), []
+
+    class End(BackwardEnd):
+        def raised(self) -> None:
+            seen.append(running_graph())
+
+    def look(_grad: torch.Tensor) -> None:
+        seen.append(running_graph())
+        End(lambda: None).queue()
+
+    hidden = layer(torch.ones(1, 2))
+    broken = Breaks.apply(hidden)
+    broken.register_hook(look)
+    elsewhere = other(torch.ones(1, 2))
+    with pytest.raises(BrokenLayer):
+        torch.autograd.backward([broken.sum(), layer(torch.ones(1, 2)).sum()])
+    assert running_graph() is None and len(seen) == 2
+    for graph in seen:
+        assert graph is not None and not graph.nests
+        assert graph.leaves == {id(layer.weight), id(layer.bias)}
+        assert {node_number(hidden.grad_fn), node_number(broken.grad_fn)} <= graph.numbers
+        assert node_number(elsewhere.grad_fn) not in graph.numbers
 
 
 def test_callbacks_queued_in_backward_run_in_order_when_the_outermost_backward_ends() -> None:
@@ -229,9 +262,9 @@ def test_the_outer_pass_goes_on_to_a_node_whose_prehook_was_registered_meanwhile
     )
 
 
-# -- ddp/buckets/memory.py: who holds a gradient ---------------------------------------------------
+# -- ddp/buckets/bucket.py: who holds a gradient ---------------------------------------------------
 
-_MEMORY = "ddp/buckets/memory.py frees a gradient that nobody else holds, as these counts say"
+_MEMORY = "ddp/buckets/bucket.py frees a gradient that nobody else holds, as these counts say"
 
 
 def test_a_tensor_that_only_its_list_holds_is_told_from_one_that_is_shared() -> None:

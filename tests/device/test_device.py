@@ -18,7 +18,8 @@ import phalanx
 from phalanx.cli.run import parse_workers
 from phalanx.comm import hooks
 from phalanx.comm.group.devices import DeviceBackends
-from phalanx.comm.group.process_group import PhalanxProcessGroup, collectives_of
+from phalanx.comm.group.direct import collectives_of
+from phalanx.comm.group.process_group import PhalanxProcessGroup
 from phalanx.launch import worker
 from phalanx.launch.environment import Environment
 

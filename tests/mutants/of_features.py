@@ -35,18 +35,25 @@ MUTATIONS = (
     Mutation(
         name="precision: low-precision copies that were freed are not made again",
         file=PRECISION,
-        old="            self._low = self._make_low()\n        self._full = [tensor.data for tensor in tensors]\n",
-        new="            self._low = [tensor.data for tensor in tensors]\n"
-        "        self._full = [tensor.data for tensor in tensors]\n",
+        old="            self._low = self._make_low()\n        self._put_low()\n        self._began_with",
+        new="            self._low = [each.data for each in (*self._params, *self._buffers)]\n"
+        "        self._put_low()\n        self._began_with",
         words="mixed recomputed TwoForwards",
         tests="tests/ddp/test_precision.py",
     ),
     Mutation(
         name="precision: parameters stay low after a backward that raised",
         file=PRECISION,
-        old="            BackwardEnd(self._end_backward).queue()\n",
-        new="            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)\n",
+        old="        BackwardEnd(self._end_backward).queue()\n",
+        new="        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)\n",
         words="mixed Fail",
+    ),
+    Mutation(
+        name="precision: a backward inside a forward lowers what is low already",
+        file=PRECISION,
+        old="        if self.state not in (Precision.FULL, Precision.KEPT):\n            return\n",
+        new="        if self.state is Precision.BACKWARD:\n            return\n",
+        tests="tests/ddp/test_precision.py",
     ),
     Mutation(
         name="precision: what forward did to a buffer is lost",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.mutants.mutation import Mutation
 
-FLIGHT = "src/phalanx/ddp/passes/flight.py"
+FLIGHT = "src/phalanx/ddp/passes/backward.py"
 HOOKS = "src/phalanx/ddp/reducer/hooks.py"
 ORDER = "src/phalanx/ddp/passes/order.py"
 REDUCER = "src/phalanx/ddp/reducer/reducer.py"
@@ -18,7 +18,7 @@ MUTATIONS = (
         name="order: a wrapper does not wait for the one before it",
         file=FLIGHT,
         old="        if any(other.has_early_buckets for other in self.reducer.earlier):\n",
-        new="        if self.state is None:\n",
+        new="        if self.next < 0:\n",
         tests=TESTS,
     ),
     Mutation(
@@ -48,6 +48,20 @@ MUTATIONS = (
         old="            self.order.fail_waiting(ending.backward)\n",
         new="            pass\n",
         tests=TESTS,
+    ),
+    Mutation(
+        name="order: a backward that raises is one of every wrapper that waits for a backward",
+        file=ORDER,
+        old="        graph = running_graph()\n",
+        new="        graph = None\n",
+        tests=TESTS,
+    ),
+    Mutation(
+        name="order: what one wrapper owes waits until that wrapper is used again",
+        file=ORDER,
+        old="if known.has_failed and (known is asking or not known.is_torn)]\n",
+        new="if known.has_failed and known.backward == asking.backward]\n",
+        tests="tests/ddp/test_after_failure.py",
     ),
     Mutation(
         name="order: wrappers of one shape have the same signature",
@@ -87,7 +101,8 @@ MUTATIONS = (
     Mutation(
         name="order: a backward of another wrapper is taken for one's own",
         file=ARMING,
-        old="        elif self._demanded is None and reducer.sharers.have_noted:\n            return False\n",
+        old="        elif self.state is not Armed.DEMANDED and reducer.sharers.have_noted:\n"
+        "            return Beginning.LOCAL\n",
         new="",
         tests=TESTS,
     ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.mutants.mutation import Mutation
 
-FLIGHT = "src/phalanx/ddp/passes/flight.py"
+FLIGHT = "src/phalanx/ddp/passes/backward.py"
 LATE = "src/phalanx/ddp/passes/late.py"
 TAIL = "src/phalanx/ddp/buckets/tail.py"
 SHARES = "src/phalanx/ddp/passes/shares.py"
@@ -243,15 +243,15 @@ MUTATIONS = (
     Mutation(
         name="arming: each gradient of a nested backward looks for a forward of its own",
         file=ARMING,
-        old="        self._to_be_noted = forward\n",
+        old="        self._is_nested = True\n",
         new="",
         tests="tests/ddp/test_what_is_reduced.py",
     ),
     Mutation(
         name="arming: a backward of a forward under no_sync is reduced",
         file=ARMING,
-        old="            if not forward.reduces:\n                return False\n        elif self._to_be_noted",
-        new="        elif self._to_be_noted",
+        old="            reduces = ending.forward.reduces\n",
+        new="            reduces = True\n",
         words="no_sync",
         tests="tests/ddp/test_accumulation.py",
     ),
@@ -274,7 +274,7 @@ MUTATIONS = (
     Mutation(
         name="arming: a forward goes on waiting after its backward",
         file=ARMING,
-        old="if each.waits and (each.is_opaque or not self._had_backward)]",
+        old="if each.waits and (each.is_opaque or self.state is Armed.ARMED)]",
         new="if each.waits]",
         words="Hidden",
         tests="tests/ddp/test_what_is_reduced.py",
@@ -282,8 +282,8 @@ MUTATIONS = (
     Mutation(
         name="arming: a pass met first inside a nested one ends with that",
         file=ARMING,
-        old="            self._note_outermost(reducer, waiting[-1])\n",
-        new="            self.note(reducer, waiting[-1])\n",
+        old="            self._note_outermost(reducer, forward)\n",
+        new="            self.note(reducer, forward)\n",
         words="Hidden reentrant",
         tests="tests/ddp/test_what_is_reduced.py",
     ),

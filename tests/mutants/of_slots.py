@@ -6,7 +6,7 @@ from tests.mutants.mutation import Mutation
 
 SLOT = "src/phalanx/ddp/buckets/slot.py"
 BUCKET = "src/phalanx/ddp/buckets/dense.py"
-MEMORY = "src/phalanx/ddp/buckets/memory.py"
+MEMORY = "src/phalanx/ddp/buckets/bucket.py"
 SPARSE = "src/phalanx/ddp/buckets/sparse.py"
 HOOKS = "src/phalanx/ddp/reducer/hooks.py"
 
@@ -30,8 +30,8 @@ MUTATIONS = (
     Mutation(
         name="hooks: gradient of a backward that is not reduced is not marked as held",
         file=HOOKS,
-        old="        if run is None:\n            slot.hold(bucket.states, place)\n            return\n",
-        new="        if run is None:\n            return\n",
+        old="        slot.hold(bucket.states, place)\n        return\n",
+        new="        return\n",
         words="no_sync unused",
         tests="tests/ddp/test_accumulation.py",
     ),

@@ -229,3 +229,70 @@ def join_alone(rank: int, world: int) -> list[torch.Tensor]:
 def test_a_joined_rank_without_gradients_still_gathers_with_the_others(backend: str) -> None:
     first, second = run_ranks(2, join_alone, backend=backend)
     assert all(map(torch.equal, first, second))
+
+
+class Mixed(nn.Module):
+    """Two buckets, since parameters of two dtypes never share one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.head = nn.Linear(8, 50), nn.Linear(50, 4, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.tanh(self.body(x)).double())
+
+
+def freeze(rank: int, world: int, kind: str, options: dict[str, Any], freezes_at: int, keeps: bool) -> list[torch.Tensor]:
+    """The head is frozen by the ranks that still train, perhaps when rank 0 has joined; its gradient is kept, or not."""
+    model = Mixed()
+    wrapped = phalanx.DistributedDataParallel(model, find_unused_parameters=True)
+    one: Any
+    if kind == "plain":
+        one, joined = optim.SGD(model.parameters(), lr=0.1), [wrapped]
+    else:
+        one = ZeroRedundancyOptimizer(
+            model.parameters(), optim.SGD, overlap_with_ddp=kind == "overlapped", lr=0.1, **options
+        )
+        joined = [wrapped, one]
+    with Join(joined):
+        for step in range(2 + 3 * rank):
+            if step == freezes_at:
+                model.head.requires_grad_(False)
+            (model.body if keeps else model).zero_grad()
+            x = torch.randn(5, 8, generator=torch.Generator().manual_seed(100 * step + rank))
+            wrapped(x).square().mean().backward()
+            one.step()
+    return [param.detach().clone() for param in model.parameters()]
+
+
+FROZEN = pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("alone", {}),
+        ("alone", {"partition": "parameter"}),
+        ("overlapped", {}),
+        ("overlapped", {"step_in_backward": False}),
+        ("overlapped", {"partition": "parameter"}),
+    ],
+    ids=str,
+)
+
+
+@pytest.mark.parametrize("backend", ["gloo", "phalanx"])
+@FROZEN
+def test_what_is_frozen_after_a_rank_has_joined_travels_no_more_on_any(
+    kind: str, options: dict[str, Any], backend: str
+) -> None:
+    expected = run_ranks(2, freeze, "plain", {}, 3, False)[1]
+    for found in run_ranks(2, freeze, kind, options, 3, False, backend=backend, timeout_s=30, pg_timeout_s=10):
+        assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("backend", ["gloo", "phalanx"])
+@FROZEN
+def test_a_gradient_that_is_kept_of_what_is_frozen_leaves_the_ranks_equal(
+    kind: str, options: dict[str, Any], backend: str
+) -> None:
+    first, second = run_ranks(2, freeze, kind, options, 1, True, backend=backend, timeout_s=30, pg_timeout_s=10)
+    assert all(map(torch.equal, first, second))

@@ -84,3 +84,11 @@ def torn(where: str) -> ReductionError:
         "were: the parameters are between two steps. Load a checkpoint of the model, make the optimizer anew, and load its "
         "state."
     )
+
+
+def not_finished(where: str) -> ReductionError:
+    """What needs an idle wrapper was asked of one that is not."""
+    return ReductionError(
+        f"{where}: Expected to have finished reduction, but a backward pass has not given out its gradients yet. It raised, "
+        "or is still running."
+    )

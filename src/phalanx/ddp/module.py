@@ -46,7 +46,7 @@ from .like_torch.base import TorchBase
 from .like_torch.steps import REFUSED_ATTRIBUTES
 from .notices import FirstInputs, notices
 from .passes.arming import Forward
-from .passes.order import order_of
+from .passes.order import order_of, recover
 from .reducer import HookStrategy, Reducer, ReducerOptions
 from .statistics import Statistics, summarise
 from .structure import map_tensors, may_nest, watch
@@ -57,7 +57,7 @@ from .wrappers import announce
 # Made anew by `_prepare` and `_assemble`, so not saved with the wrapper.
 _TRANSIENT = frozenset(
     "process_group device_mesh collectives buffer_sync reducer timeline _low _trained _frozen _first_plan _hook "
-    "_num_in_backward _open_forwards first_inputs".split()
+    "_num_in_backward first_inputs".split()
 )
 
 
@@ -187,8 +187,7 @@ class DistributedDataParallel(TorchBase):
             drop_unused=self.skip_all_reduce_unused_params,
             poisons_late=self.on_late_mismatch == "poison",
         )
-        params = [param for _, param in self._trained]
-        self.reducer = Reducer(params, self._first_plan, self.collectives, options, self._number)
+        self.reducer = Reducer([p for _, p in self._trained], self._first_plan, self.collectives, options, self._number)
         self.timeline = Timeline(self.reducer)
         self.first_inputs = FirstInputs()
         self.reducer.listeners += [self.timeline, *notices(self, self.first_inputs), CarriedSettings(self.reducer)]
@@ -204,13 +203,13 @@ class DistributedDataParallel(TorchBase):
 
     def _make_plan(self, trained: Sequence[tuple[str, torch.nn.Parameter]]) -> BucketPlan:
         specs = specs_of(trained, arguments.sparse_names(self.module), self._delayed_names)
-        dtype = None if self._low is None else self._low.reduce_dtype
-        if dtype is not None:
+        if self._low is not None and (dtype := self._low.reduce_dtype) is not None:
             specs = tuple(replace(spec, dtype=dtype) if spec.dtype.is_floating_point else spec for spec in specs)
         return build_plan(specs, self.caps)
 
     def _agree(self) -> int:
         """Compare with the other ranks before any data moves; returns this wrapper's number among those of the group."""
+        recover(self.process_group)  # of another wrapper that failed, more may be under way on some ranks than on others
         self.collectives.agree("the arguments of DistributedDataParallel", arguments.in_words(self))
         settings = f"views={self.gradient_as_bucket_view} buffers={self.forward_sync_buffers}"
         order = order_of(self.collectives.group)
@@ -219,9 +218,9 @@ class DistributedDataParallel(TorchBase):
 
     def replicate_module(self, source: int, with_buffers: bool = True) -> None:
         """Overwrite parameters (and buffers) on every rank by those of rank `source`."""
-        named: dict[str, torch.Tensor] = dict(self.module.named_parameters())
         # By name: that ranks have the same ones was compared, not in which order each of them was registered.
-        tensors = [named[name] for name in sorted(named) if name not in self.parameters_to_ignore]
+        named = sorted(self.module.named_parameters(), key=lambda pair: pair[0])
+        tensors: list[torch.Tensor] = [param for name, param in named if name not in self.parameters_to_ignore]
         if with_buffers:
             tensors += self.buffer_sync.in_order()
         replicate(tensors, self.collectives, source, "replicating the model")
@@ -384,6 +383,7 @@ class DistributedDataParallel(TorchBase):
                 "register_comm_hook or register_builtin_comm_hook can only be called once: "
                 f"{arguments.name_of(self._hook[1])} is registered already. Wrap the model again for another hook."
             )
+        self.reducer.recover()  # by the strategy of the pass that failed, if one did
         self._hook = (state, hook)
         self.follow_moved_parameters()  # the buckets are made anew, and would be taken for those of the old dtype
         self.reducer.use(HookStrategy(self.collectives, state, adopt_hook(hook)))
@@ -428,8 +428,8 @@ class DistributedDataParallel(TorchBase):
         throw_on_early_termination: bool = False,
     ) -> Join:
         """Train inside this context when ranks may have unequally many inputs. Every rank calls it, with the same."""
-        told = {"enable": enable, "throw_on_early_termination": throw_on_early_termination}
-        self.collectives.agree("the arguments of join", {name: str(bool(value)) for name, value in told.items()})
+        told = {"enable": str(bool(enable)), "throw_on_early_termination": str(bool(throw_on_early_termination))}
+        self.collectives.agree("the arguments of join", told)
         return Join([self], enable, throw_on_early_termination, divide_by_initial_world_size=divide_by_initial_world_size)
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
@@ -446,8 +446,7 @@ class DistributedDataParallel(TorchBase):
     # -- being a module ------------------------------------------------------------------------
 
     def train(self, mode: bool = True) -> DistributedDataParallel:
-        torch.nn.Module.train(self, mode)
-        return self
+        return torch.nn.Module.train(self, mode)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -474,6 +473,7 @@ class DistributedDataParallel(TorchBase):
         loaded = super().load_state_dict(state_dict, strict, assign)
         if assign:
             # The module has other parameters than those that were wrapped: nobody would reduce them.
+            self.reducer.recover()
             self._reassemble(agrees=False)
         return loaded
 

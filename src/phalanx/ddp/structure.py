@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
+from ..optim.engine import nests, node_number, nodes_from
 from .frames import untraced
 
 _PACKED = ("data", "sorted_indices", "unsorted_indices")
@@ -97,25 +98,16 @@ def may_nest(value: Any) -> bool:
     A look at the whole graph, about a microsecond per node. Other functions of users that run a backward inside theirs
     cannot be told from those that do not.
     """
-    found = [part.grad_fn for part in _parts(value) if isinstance(part, torch.Tensor)]
-    nodes = {node for node in found if node is not None}
-    waiting = list(nodes)
-    while waiting:
-        node = waiting.pop()
-        if type(node).__name__ == "CheckpointFunctionBackward":
-            return True
-        for following, _ in node.next_functions:
-            if following is not None and following not in nodes:
-                nodes.add(following)
-                waiting.append(following)
-    return False
+    roots = [part.grad_fn for part in _parts(value) if isinstance(part, torch.Tensor)]
+    return any(map(nests, nodes_from(roots)))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Watched:
-    """How many tensors are watched, and whether there can be no others."""
+    """How many tensors are watched, the numbers of their nodes, and whether there can be no others."""
 
     num_tensors: int
+    nodes: tuple[int, ...]
     sees_all: bool
 
 
@@ -125,7 +117,7 @@ def watch(value: Any, on_backward: Callable[[], None]) -> Watched:
     A tensor without history (a parameter or an input handed through) is watched for one pass only,
     so that repeated forwards leave no hooks behind on it.
     """
-    num_watched, sees_all = 0, True
+    num_watched, sees_all, nodes = 0, True, list[int]()
     for part in _parts(value):
         if not isinstance(part, torch.Tensor):
             sees_all = sees_all and isinstance(part, _PLAIN)
@@ -133,9 +125,12 @@ def watch(value: Any, on_backward: Callable[[], None]) -> Watched:
             num_watched += 1
             starter = _Starter(on_backward)
             handle = part.register_hook(starter)
-            if part.grad_fn is None:
+            node = part.grad_fn
+            if node is None:
                 starter.handle = handle
-    return Watched(num_watched, sees_all)
+            else:
+                nodes.append(node_number(node))
+    return Watched(num_watched, tuple(nodes), sees_all)
 
 
 class _Starter:

@@ -1,9 +1,10 @@
-"""Autograd's engine, as far as whoever acts during backward needs it: which pass runs, and how it ends."""
+"""Autograd's engine, as far as whoever acts during backward needs it: which pass runs, through what, and how it ends."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -55,6 +56,8 @@ class BackwardEnd:
 _ENGINE = torch.autograd.graph._engine_run_backward.__code__
 _FUNCTION = BackwardCFunction.apply.__code__
 _BACKWARD, _GRAD = torch.autograd.backward.__code__, torch.autograd.grad.__code__
+# What each of them calls the tensors that it begins with.
+_ROOTS = {_BACKWARD: "tensors", _GRAD: "outputs"}
 
 
 def accumulates() -> bool:
@@ -69,13 +72,61 @@ def accumulates() -> bool:
 
 def _caller_in(frame: FrameType | None) -> FrameType | None:
     """The innermost call of `backward()` or `autograd.grad` on this stack."""
-    while frame is not None and frame.f_code not in (_BACKWARD, _GRAD):
+    while frame is not None and frame.f_code not in _ROOTS:
         frame = frame.f_back
     return frame
 
 
 def _is_for_all_leaves(caller: FrameType) -> bool:
     return caller.f_code is _BACKWARD and caller.f_locals.get("inputs") is None
+
+
+def nodes_from(roots: Iterable[Any]) -> Iterator[Any]:
+    """Every node of the graphs that begin with `roots`, once. About a microsecond per node."""
+    waiting = [node for node in roots if node is not None]
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        yield node
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                waiting.append(following)
+
+
+def nests(node: Any) -> bool:
+    """Whether the node runs another backward inside, as reentrant checkpointing does."""
+    return type(node).__name__ == "CheckpointFunctionBackward"
+
+
+@dataclass(frozen=True, slots=True)
+class RunningGraph:
+    """Through what the passes on this stack go. `numbers`: of nodes (`node_number`); `leaves`: tensors, by identity."""
+
+    numbers: frozenset[int]
+    leaves: frozenset[int]
+    nests: bool
+
+
+def node_number(node: Any) -> int:
+    """What a node is known by while nobody may hold it, which would keep its graph: counted per thread of forwards."""
+    number: int = node._sequence_nr()
+    return number
+
+
+def running_graph() -> RunningGraph | None:
+    """The graph of the passes that run, or have just raised, on this stack; None in a thread of autograd's own."""
+    frame, roots = _caller_in(sys._getframe(1)), list[Any]()
+    if frame is None:
+        return None
+    while frame is not None:
+        begun = frame.f_locals.get(_ROOTS[frame.f_code], ())
+        # A tensor has a node unless it is a leaf; `GradientEdge` is one.
+        roots += [getattr(each, "grad_fn", getattr(each, "node", None)) for each in begun]
+        frame = _caller_in(frame.f_back)
+    nodes = list(nodes_from(roots))
+    leaves = frozenset(id(node.variable) for node in nodes if type(node).__name__ == "AccumulateGrad")
+    return RunningGraph(frozenset(map(node_number, nodes)), leaves, any(map(nests, nodes)))
 
 
 def enclosing_function() -> Any:

@@ -6,6 +6,7 @@ go on, its own does not. So before options are used, ranks that have changed the
 
 from __future__ import annotations
 
+import enum
 import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -40,6 +41,19 @@ class JoinedStep(JoinHook):
             self._step()
 
 
+class Attendance(enum.Enum):
+    """Who has inputs in the step under way. Told anew before each step, by whoever begins it.
+
+    ALL         every rank: there is no join
+    TRAINING    this rank has, and others may have joined
+    JOINED      this rank has not, and follows those that have
+    """
+
+    ALL = enum.auto()
+    TRAINING = enum.auto()
+    JOINED = enum.auto()
+
+
 class FollowedOptions:
     """The options of the ranks that still train, on every rank. `keys`: those of the optimizer's class, the same everywhere.
 
@@ -62,6 +76,13 @@ class FollowedOptions:
         if joined and groups is not None:
             for group, options in zip(groups, json.loads(told), strict=True):
                 group.update({key: _as(group[key], value) for key, value in options.items()})
+
+    def any_of(self, flags: Sequence[bool], joined: bool) -> list[bool]:
+        """Of each flag, whether a rank that trains has it set. Every rank calls it, with as many."""
+        mine = [0.0] * len(flags) if joined else [float(flag) for flag in flags]
+        votes = torch.tensor(mine, dtype=torch.float32, device=self._device)
+        self._collectives.wait(self._collectives.all_reduce(votes), _WHERE)
+        return [vote > 0 for vote in votes.tolist()]
 
     def _told(self, text: str) -> str | None:
         """The text of the first rank that has one, on every rank; None if nobody has."""

@@ -95,6 +95,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         """Make the parts that depend on who takes part. Every rank is here at the same point."""
         asked, defaults = self._asked, self._given_defaults
         self.process_group = choose_group(process_group, None)
+        recover(self.process_group)
         collectives = collectives_for(self.process_group)
         self.rank, self.world_size = collectives.rank, collectives.world
         self.global_rank = dist.get_rank() if dist.is_initialized() else self.rank
@@ -108,6 +109,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         self._settings.agree_on_all({"optimizer_class": name, **asked.in_words(choice)})
         groups = self.param_groups
         self._sharded = ShardedOptimizer(self.optimizer_class, defaults, groups, choice, collectives, placement)
+        self._sharded.local.agree_on_due = self._settings.agree_on_due
         # Schedulers look here for options that were left at their default.
         self.defaults = {**self.optim.defaults}
         self._consolidated: dict[int, Any] | None = None

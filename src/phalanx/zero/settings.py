@@ -25,7 +25,7 @@ from ..comm.collectives import Collectives
 from ..ddp.features.settings import carry
 from ..ddp.module import DistributedDataParallel
 from ..ddp.wrappers import known_wrappers, listen
-from .join import FollowedOptions
+from .join import Attendance, FollowedOptions
 
 _OCCASION = "the settings of ZeroRedundancyOptimizer"
 _SIMPLE = (bool, int, float, complex, str, type(None))
@@ -59,7 +59,7 @@ class CommonSettings:
         self._used: Values = ()  # what the last update was made by, where backward steps
         self.params = frozenset(map(id, _params(optimizer)))
         self._followed = FollowedOptions(collectives, _params(optimizer)[0].device)
-        self._is_under_join = False
+        self._attendance = Attendance.ALL
         for wrapper in known_wrappers()[::-1]:
             self.consider(wrapper)
         listen(self)
@@ -134,9 +134,18 @@ class CommonSettings:
         if config is not None:
             # As it was when the optimizer was dropped, else: it is a collective, and memory is freed at other moments
             # on other ranks.
-            self._is_under_join = config.enable
-        if self._is_under_join:
+            with_inputs = Attendance.JOINED if joined else Attendance.TRAINING
+            self._attendance = with_inputs if config.enable else Attendance.ALL
+        if self._attendance is not Attendance.ALL:
             self._followed.exchange(groups, keys, joined)
+
+    def agree_on_due(self, due: list[bool]) -> list[bool]:
+        """Which buckets of parameters travel in the step under way, the same on all ranks: where ranks have joined, what
+        those that train say. One that trains may have frozen parameters since, or kept a gradient of frozen ones.
+        """
+        if self._attendance is Attendance.ALL or self._collectives.world == 1:
+            return due
+        return self._followed.any_of(due, self._attendance is Attendance.JOINED)
 
     def tell(self) -> int:
         """A number made of the settings as they are now."""

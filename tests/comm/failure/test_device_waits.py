@@ -10,7 +10,7 @@ import torch
 
 from phalanx.comm.failure.board import Failure, FailureBoard, Roll
 from phalanx.comm.failure.waiter import Waiter
-from phalanx.comm.work import StreamWork, started
+from phalanx.comm.torch_backend import StreamWork, started
 from phalanx.errors import CollectiveTimeout, PeerFailure
 
 WHERE = "step 7, bucket 2"

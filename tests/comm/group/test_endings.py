@@ -13,10 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from phalanx.comm.group import lane, lane_work
-from phalanx.comm.group.process_group import PhalanxProcessGroup, collectives_of
-from phalanx.comm.shm.ops.call import Call
-from phalanx.comm.shm.transport.signature import Verb
+from phalanx.comm.group import lane
+from phalanx.comm.group.direct import collectives_of
+from phalanx.comm.group.process_group import PhalanxProcessGroup
+from phalanx.comm.shm.transport.call import Call, Verb
 from phalanx.errors import CommunicationError, PeerFailure
 from tests.cluster import run_ranks, spawn_ranks
 
@@ -178,7 +178,7 @@ def test_a_process_that_ends_amid_a_collective_does_not_wait_for_it(ending: str,
 def _interrupt_everywhere(rank: int, world: int) -> int:
     """An interrupt before each line that a submission runs, one after the other; how many there were."""
     lane._GIVES_UP_S = 0.3  # only where the turn was taken and not used
-    files = (lane.__file__, lane_work.__file__, threading.__file__)
+    files = (lane.__file__, threading.__file__)
     for at in range(1, 1000):
         group, seen = _group(), [0]
         dist.all_reduce(torch.ones(4), group=group)

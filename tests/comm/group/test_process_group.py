@@ -14,7 +14,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from phalanx.comm.group.process_group import PhalanxProcessGroup, collectives_of
+from phalanx.comm.group.direct import collectives_of
+from phalanx.comm.group.process_group import PhalanxProcessGroup
 from phalanx.errors import CommunicationError, MismatchError
 from tests.cluster import run_ranks
 

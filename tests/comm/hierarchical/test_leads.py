@@ -14,7 +14,7 @@ import torch.distributed as dist
 from phalanx.comm.hierarchical.leads import Leads, LeadsError
 from phalanx.comm.memory.scratch import Scratch
 from phalanx.comm.memory.segment import process_memory
-from phalanx.comm.shm.transport.signature import ReduceOp
+from phalanx.comm.shm.transport.call import ReduceOp
 from tests.cluster import run_ranks
 
 _LIMIT_S = 30.0

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from phalanx.comm.group.process_group import collectives_of
+from phalanx.comm.group.direct import collectives_of
 from phalanx.errors import MismatchError
 from tests.cluster import run_ranks
 from tests.comm.contract import group_over

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from phalanx.comm.shm.ops.call import Call, gather_call, scatter_call
-from phalanx.comm.shm.transport.signature import Verb
+from phalanx.comm.shm.transport.call import Call, Verb, gather_call, scatter_call
 
 
 def test_contiguous_tensors_are_worked_on_where_they_lie() -> None:

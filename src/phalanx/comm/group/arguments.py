@@ -11,8 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..shm.ops.call import parts
-from ..shm.transport.signature import DTYPES, ReduceOp
+from ..shm.transport.call import DTYPES, ReduceOp, parts
 from .lane import Lane
 
 # Options of c10d, whose classes are private to torch's C extension. Each has `asyncOp` and `timeout`,

@@ -11,9 +11,9 @@ from ...errors import MismatchError
 from ..collectives import Collectives, Work, as_real
 from ..failure.agreement import Settings, agreeing_on, disagreement, encode, fingerprint
 from ..memory.segment import process_memory
-from ..shm.ops.call import Call
-from ..shm.transport.signature import Verb
+from ..shm.transport.call import Call, Verb
 from .lane import Lane
+from .process_group import PhalanxProcessGroup
 
 
 def _scaled(tensor: torch.Tensor, scale: float) -> torch.Tensor:
@@ -112,3 +112,8 @@ class ShmCollectives(Collectives):
         if not tensor.is_cpu:
             return _started(self.group.broadcast([as_real(tensor)], root=source))
         return self._lane.submit([Call(Verb.BROADCAST, [as_real(tensor)], root=source)])
+
+
+def collectives_of(group: dist.ProcessGroup) -> Collectives | None:
+    """The direct path to `group` if it is a phalanx group, else None."""
+    return ShmCollectives(group, group.lane) if isinstance(group, PhalanxProcessGroup) else None

@@ -30,15 +30,12 @@ from torch.distributed.distributed_c10d import (
 )
 
 from ...observe.live.pulse import pulse
-from ..collectives import Collectives
 from ..memory.left_over import drop_left_over
-from ..shm.ops.call import Call, gather_call, scatter_call
-from ..shm.transport.signature import Verb
+from ..shm.transport.call import Call, Verb, gather_call, scatter_call
 from ..untraced import all_untraced
 from .arguments import Options, all_fit, fits, listed, movable, options_of, reduce_op, split
 from .connect import connect
 from .devices import DeviceBackends
-from .direct import ShmCollectives
 from .lane import Lane
 from .lifetime import close_at_exit
 from .making import watched
@@ -309,11 +306,6 @@ class PhalanxProcessGroup(dist.ProcessGroup):
         if opts.asyncOp and sum(tensor.nbytes for call in calls for tensor in call.outputs) <= _SMALL_BYTES:
             self._recent.append(work)
         return work
-
-
-def collectives_of(group: dist.ProcessGroup) -> Collectives | None:
-    """The direct path to `group` if it is a phalanx group, else None."""
-    return ShmCollectives(group, group.lane) if isinstance(group, PhalanxProcessGroup) else None
 
 
 def create(options: Any, _: Any) -> PhalanxProcessGroup:

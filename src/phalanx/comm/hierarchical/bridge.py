@@ -18,9 +18,8 @@ import torch.distributed as dist
 from ...errors import CollectiveTimeout, CommunicationError, PeerFailure
 from ..failure.board import launcher_serves_store
 from ..memory.scratch import Scratch
-from ..shm.ops.call import Call
 from ..shm.ops.operations import HostOperations, Operations
-from ..shm.transport.signature import ReduceOp, Verb
+from ..shm.transport.call import Call, ReduceOp, Verb
 from .compared import Compared
 from .leads import Leads, LeadsError
 from .relay import FailureRelay, report

@@ -7,8 +7,7 @@ yet, as `failure.agreement` does on gloo. All ranks have compared the same, so t
 
 from __future__ import annotations
 
-from ..shm.ops.call import Call
-from ..shm.transport.signature import Signature, Verb, layout_of, signature
+from ..shm.transport.call import Call, Signature, Verb, layout_of, signature
 
 _MOST_PAIRS = 1024  # a program that has more does not repeat itself, and is not held up each time
 

@@ -23,9 +23,8 @@ import torch.distributed as dist
 from ...errors import CommunicationError
 from ..failure.cuttable import CuttableGloo
 from ..memory.scratch import Scratch
-from ..shm.ops.arithmetic import reduce_into
-from ..shm.ops.call import as_bytes
-from ..shm.transport.signature import ReduceOp
+from ..shm.ops.reduce import reduce_into
+from ..shm.transport.call import ReduceOp, as_bytes
 
 _DATA, _END, _RECEIVED = 0, 1, 2  # what a message is, as gloo's tag
 _LONG_BYTES = 512  # up to this size a message fits a packet, and as good as never arrives in parts

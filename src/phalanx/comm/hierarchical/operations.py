@@ -13,9 +13,8 @@ from datetime import timedelta
 import torch
 
 from ...errors import MismatchError
-from ..shm.ops.arithmetic import reduce_into, scale_in_place
-from ..shm.ops.call import Call, as_bytes
-from ..shm.transport.signature import Signature, Verb, different_calls, unpacked
+from ..shm.ops.reduce import reduce_into, scale_in_place
+from ..shm.transport.call import Call, Signature, Verb, as_bytes, different_calls, unpacked
 from .bridge import LEAD, Bridge, follow_limit
 from .compared import signature_of
 from .leads import Leads

@@ -1,1 +1,1 @@
-"""What travels. Read `slot` (the life of a gradient), `bucket` (its data), `memory` (whose it is), `tail` (what is said)."""
+"""What travels. Read `slot` (the life of a gradient), `bucket` (its progress and its memory), `tail` (what is said)."""

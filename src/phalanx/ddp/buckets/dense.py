@@ -12,8 +12,7 @@ from typing import cast
 import torch
 
 from . import slot
-from .bucket import Bucket, Contents, Scale, Stage, multiplies
-from .memory import BucketMemory, is_same, is_unshared
+from .bucket import Bucket, BucketMemory, Contents, Scale, Stage, is_same, is_unshared, multiplies
 from .slot import ABSENT, COPIED, HELD, LATE, LOANED, LOCAL, SCATTERED, TAKEN, VIEWED
 
 # From this size on a gradient is moved by an operation of its own, as soon as it arrives and while it is in the cache; small

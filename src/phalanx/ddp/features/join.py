@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import JoinHook
 
-from ...comm.work import started
+from ...comm.torch_backend import started
 from .buffers import BufferHookLocation
 
 if TYPE_CHECKING:

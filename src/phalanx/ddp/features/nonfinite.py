@@ -36,8 +36,9 @@ class NonFinite(Listener):
     def __init__(self, reducer: Reducer, action: str) -> None:
         self._reducer = weakref.ref(reducer)
         self._action = action
+        # Of the pass under way, one or the other by `action`, so that the two are no life cycle: what has been found; or
+        # whether it has raised here, on every rank, and the buckets after that one are only waited for, not judged.
         self._found: list[str] = []
-        # Whether this pass has raised here, on every rank: the buckets after that one are only waited for, not judged.
         self._has_raised = False
         self.plan_adopted()
 

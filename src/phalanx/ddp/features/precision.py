@@ -1,14 +1,19 @@
 """Mixed precision: low-precision copies during forward and backward, full precision everywhere else.
 
-    moment                      `param.data`   `param.grad`
-    outside                     full           full
-    forward                     low            as before
-    between forward, backward   full           as before
-    backward                    low            low, as autograd makes it (added to a full one if there is one)
-    end of backward, on         full           full
+    state      `param.data`   `param.grad`                               low copies       next
+    FULL       full           full                                       none             begin_forward -> FORWARD;
+    KEPT       full           as before                                  the forward's    begin_backward -> BACKWARD
+    FORWARD    low            as before                                  in place         end_forward -> KEPT (without
+                                                                                          gradients FULL); pause -> PAUSED
+    PAUSED     full           full: a backward inside the forward        the forward's    resume -> FORWARD
+                              gives out its means
+    BACKWARD   low            low, as autograd makes it (added to a      in place         end_backward -> FULL
+                              full one if there is one)
 
-Buffers go the same way. Checkpoints, optimizers and users therefore never see a low-precision tensor. The
-copies made by a forward are kept until its backward has ended: autograd saved the tensors themselves.
+In FORWARD and PAUSED a forward or backward that begins changes nothing: parameters are those of the forward that goes on.
+In BACKWARD neither does: they are those of the backward. Buffers go the same way as parameters. Checkpoints, optimizers and
+users therefore never see a low-precision tensor. The copies made by a forward are kept until its backward has ended:
+autograd saved the tensors themselves.
 
 A backward is known by the wrapper's outputs that it reaches. Of a loss that was no output it is known when it computes a
 part of the module again (checkpointing), which has to be as low as the first time.
@@ -16,6 +21,7 @@ part of the module again (checkpointing), which has to be as low as the first ti
 
 from __future__ import annotations
 
+import enum
 import weakref
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -42,6 +48,16 @@ class MixedPrecision:
     buffer_dtype: torch.dtype | None = None
 
 
+class Precision(enum.Enum):
+    """Which precision is in place, and why: see the table above."""
+
+    FULL = enum.auto()
+    KEPT = enum.auto()
+    FORWARD = enum.auto()
+    PAUSED = enum.auto()
+    BACKWARD = enum.auto()
+
+
 class LowPrecision(Listener):
     """Swaps the parameters and buffers of one module. Never leaves them swapped outside its contexts."""
 
@@ -57,10 +73,10 @@ class LowPrecision(Listener):
             for name, buffer in module.named_buffers()
             if name not in ignored and buffer.is_floating_point()
         ]
-        self._full: list[torch.Tensor] = []
-        self._low: list[torch.Tensor] = []
-        self._in_backward = False
-        # During backward: the low buffers as they were when it began. They are those of the forward.
+        self.state = Precision.FULL
+        self._full: list[torch.Tensor] = []  # what is not in place, while low is
+        self._low: list[torch.Tensor] = []  # the copies, from a forward to the end of its backward
+        # In BACKWARD: the low buffers as they were when it began. They are those of the forward.
         self._began_with: list[torch.Tensor] = []
         self._modules = weakref.WeakSet(module.modules())
         self._handles: list[RemovableHandle] = []  # none or one
@@ -75,7 +91,7 @@ class LowPrecision(Listener):
     @property
     def is_on(self) -> bool:
         """Whether parameters and buffers are in low precision now."""
-        return bool(self._full)
+        return self.state in (Precision.FORWARD, Precision.BACKWARD)
 
     def cast_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         dtype = self.config.param_dtype
@@ -93,18 +109,14 @@ class LowPrecision(Listener):
         wanted += [(buffer, self.config.buffer_dtype) for buffer in self._buffers]
         return [tensor.data if dtype is None else tensor.data.to(dtype) for tensor, dtype in wanted]
 
-    def _enter(self) -> None:
+    def _put_low(self) -> None:
         tensors = [*self._params, *self._buffers]
-        if not self._low:
-            # Another backward than the one that freed them: of a second forward, or of the same graph again. The
-            # parameters are those of the forward, or autograd would refuse the backward by their versions.
-            self._low = self._make_low()
         self._full = [tensor.data for tensor in tensors]
         for tensor, low in zip(tensors, self._low, strict=True):
             tensor.data = low
 
     @torch.no_grad()
-    def _leave(self) -> None:
+    def _put_full(self) -> None:
         for param, full in zip(self._params, self._full, strict=False):
             param.data = full
         self.local_backward_ended()
@@ -119,24 +131,68 @@ class LowPrecision(Listener):
             buffer.data = full
         self._full, self._began_with = [], []
 
+    # -- transitions ---------------------------------------------------------------------------
+
+    def _begin_forward(self) -> None:
+        remove_all(self._handles)
+        self._low = self._make_low()
+        self._put_low()
+        self.state = Precision.FORWARD
+
+    def _end_forward(self) -> None:
+        assert self.state is Precision.FORWARD, f"a forward ends while parameters are {self.state.name}"
+        self._put_full()
+        self.state = Precision.KEPT
+        if not torch.is_grad_enabled():
+            self._low, self.state = [], Precision.FULL
+        elif not torch.compiler.is_compiling():
+            self._watch()
+
+    def begin_backward(self) -> None:
+        """A backward through a low-precision forward starts; ends by itself with that backward."""
+        if self.state not in (Precision.FULL, Precision.KEPT):
+            return
+        if self.state is Precision.FULL:
+            # Another backward than the one that freed them: of a second forward, or of the same graph again. The
+            # parameters are those of the forward, or autograd would refuse the backward by their versions.
+            self._low = self._make_low()
+        self._put_low()
+        self._began_with = [low.clone() for low in self._low[len(self._params) :]]
+        self.state = Precision.BACKWARD
+        # Also if the backward raises: nobody outside may see a parameter in low precision.
+        BackwardEnd(self._end_backward).queue()
+
+    @untraced
+    def _end_backward(self) -> None:
+        if self.state is Precision.BACKWARD:  # not if the reducer has ended it already
+            self._put_full()
+            self._low, self.state = [], Precision.FULL
+            remove_all(self._handles)
+
+    def _pause(self) -> None:
+        self._put_full()
+        self.state = Precision.PAUSED
+        BackwardEnd(self._resume).queue()
+
+    @untraced
+    def _resume(self) -> None:
+        self._put_low()
+        self.state = Precision.FORWARD
+
+    # -- when ----------------------------------------------------------------------------------
+
     @contextmanager
     def forward(self) -> Iterator[None]:
         """Parameters and buffers are low inside; buffers changed inside keep their change."""
-        if self._full:
+        if self.state not in (Precision.FULL, Precision.KEPT):
             # A forward inside backward (checkpointing around the wrapper) or inside another one: they are low already.
             yield
             return
-        remove_all(self._handles)
-        self._low = self._make_low()
-        self._enter()
+        self._begin_forward()
         try:
             yield
         finally:
-            self._leave()
-            if not torch.is_grad_enabled():
-                self._low = []
-            elif not torch.compiler.is_compiling():
-                self._watch()
+            self._end_forward()
 
     def _watch(self) -> None:
         """Until the backward has ended: see whether a part of the module is computed again in it."""
@@ -150,7 +206,7 @@ class LowPrecision(Listener):
         self._handles.append(register_module_forward_pre_hook(before))
 
     def _module_runs(self, module: torch.nn.Module) -> None:
-        if current_backward() != -1 and not self._full and module in self._modules:
+        if current_backward() != -1 and not self.is_on and module in self._modules:
             self.begin_backward()
 
     def local_backward_ended(self) -> None:
@@ -159,27 +215,9 @@ class LowPrecision(Listener):
             if param.grad is not None and param.grad.dtype != param.dtype:
                 param.grad = param.grad.to(param.dtype)
 
-    def begin_backward(self) -> None:
-        """A backward through a low-precision forward starts; ends by itself with that backward."""
-        if not self._in_backward:
-            self._in_backward = True
-            self._enter()
-            self._began_with = [low.clone() for low in self._low[len(self._params) :]]
-            # Also if the backward raises: nobody outside may see a parameter in low precision.
-            BackwardEnd(self._end_backward).queue()
-
     def backward_ended(self) -> None:
         """The reducer is about to take gradients, perhaps before the end that was queued here."""
         self._end_backward()
-        if self._full:
+        if self.state is Precision.FORWARD:
             # A backward inside forward: the means are full, and so is what the optimizer steps, but forward goes on.
-            self._leave()
-            BackwardEnd(self._enter).queue()
-
-    @untraced
-    def _end_backward(self) -> None:
-        if self._in_backward:
-            self._leave()
-            self._low = []
-            self._in_backward = False
-            remove_all(self._handles)
+            self._pause()

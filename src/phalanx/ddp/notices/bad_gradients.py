@@ -6,6 +6,11 @@ at one element per parameter, when a bucket is packed, on the CPU.
     a glance finds something bad, the parameters are sound    this rank leaves a note of it in the group's store
     it does, and the parameters are bad as well               a step was made by it: rank 0 reads the notes and warns
 
+    state      meaning                                               next
+    GLANCING   the parameters are sound, as far as was seen          a bad one was seen -> SPREAD
+    SPREAD     one is bad, which this pass was begun with            the pass has ended -> OVER, with a warning on rank 0
+    OVER       it has been said, and nobody glances any more         for good
+
 Whoever skips such steps (a GradScaler, which provokes infinity and lowers its scale; a script that looks by itself) keeps
 the parameters sound, and hears nothing. Bad gradients of a few elements are seen a step later, when they are everywhere,
 and then nobody can say whose they were. Must not change what is sent.
@@ -14,6 +19,7 @@ and then nobody can say whose they were. Must not change what is sent.
 from __future__ import annotations
 
 import contextlib
+import enum
 import json
 import math
 import warnings
@@ -34,6 +40,14 @@ _MOST_PLACES = 64  # per bucket
 _MOST_NAMES = 3
 
 
+class Glancing(enum.Enum):
+    """Whether there is anything left to look for: see the table above."""
+
+    GLANCING = enum.auto()
+    SPREAD = enum.auto()
+    OVER = enum.auto()
+
+
 class BadGradients(Listener):
     """Glances at the gradients of one reducer until there is something to say."""
 
@@ -42,8 +56,8 @@ class BadGradients(Listener):
         self._since: int | None = None  # the first of the steps in a row whose gradients were bad here
         self._last = -1  # and the latest
         self._had_sound_step = False
-        self._spread: str | None = None  # a parameter that is bad itself
-        self._is_over = False
+        self.state = Glancing.GLANCING
+        self._bad_param = ""  # from SPREAD on: a parameter that is bad itself
         self.plan_adopted()
 
     @property
@@ -56,7 +70,7 @@ class BadGradients(Listener):
         for bucket in self._owner.buckets:
             # On a device a look would have to wait for it, and where 16 bits are sent, infinity is all in a day's work.
             if isinstance(bucket, DenseBucket) and bucket.device.type == "cpu" and bucket.dtype is not torch.float16:
-                bucket.tail.watch = None if self._is_over else Glance(self, bucket)
+                bucket.tail.watch = None if self.state is Glancing.OVER else Glance(self, bucket)
 
     def seen(self, bucket: DenseBucket) -> None:
         """Of what this rank is about to send, something is not finite."""
@@ -67,7 +81,7 @@ class BadGradients(Listener):
             spec.name for spec, param in zip(bucket.specs, bucket.params, strict=True) if bool(is_bad(param.detach()))
         ]
         if bad_params:
-            self._spread = bad_params[0]
+            self.state, self._bad_param = Glancing.SPREAD, bad_params[0]
             return
         if self._since is None or self._last < step - 1:
             self._since = step
@@ -75,11 +89,11 @@ class BadGradients(Listener):
         self._last = step
 
     def pass_ended(self) -> None:
-        if self._spread is not None and not self._is_over:
-            self._is_over = True
+        if self.state is Glancing.SPREAD:
+            self.state = Glancing.OVER
             self.plan_adopted()
             if self._owner.collectives.rank == 0:
-                self._warn(self._spread)
+                self._warn(self._bad_param)
         self._had_sound_step |= self._last < self._owner.step - 1
 
     # -- notes -----------------------------------------------------------------------------------

@@ -1,1 +1,1 @@
-"""One backward that is reduced. Read `state` (its life), `arming` (which one is), `flight` (what happens in it)."""
+"""One backward that is reduced. Read `arming` (which one is), `backward` (its life, and what happens in it)."""

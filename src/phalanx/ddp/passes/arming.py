@@ -14,21 +14,36 @@ object, a penalty with a backward of its own) is reduced all the same.
 A `backward()` that reached an output to be reduced and brought gradient to no parameter at all is reduced as well, unless
 all parameters are frozen: other ranks may have used some.
 
+What a wrapper goes through, apart from the backward that runs now (`Arming.state`):
+
+    state      the next backward that reaches no output of ours is           changed by
+    RESTING    not one of ours, but for outputs into which we cannot look    forward -> ARMED; demand -> DEMANDED
+    ARMED      that of the last forward that waits for one                   reduced -> RESTING; demand -> DEMANDED
+    DEMANDED   reduced                                                       reduced -> RESTING; forward -> ARMED
+
 Outputs are watched only to *note* the pass: a parameter may be met first inside a nested backward (reentrant
 checkpointing), from where the outermost one cannot be reached any more. Must not know of buckets.
 """
 
 from __future__ import annotations
 
+import enum
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from ...optim.engine import BackwardEnd, accumulates, call_in_enclosing, current_backward, enclosing_function
+from ...optim.engine import (
+    BackwardEnd,
+    RunningGraph,
+    accumulates,
+    call_in_enclosing,
+    current_backward,
+    enclosing_function,
+)
 from ..structure import Watched
 
 if TYPE_CHECKING:
@@ -40,9 +55,12 @@ _numbers = count()  # of all forwards, of all wrappers, in the order in which th
 
 
 class Forward:
-    """One forward of the wrapper. `waits`: a backward of it may still come that we cannot tell from its outputs."""
+    """One forward of the wrapper. `waits`: a backward of it may still come that we cannot tell from its outputs.
 
-    __slots__ = ("__weakref__", "elsewhere", "is_opaque", "may_nest", "number", "reduces", "waits")
+    The rest is what was found out about it when it returned, once; only `waits` changes afterwards.
+    """
+
+    __slots__ = ("__weakref__", "elsewhere", "is_opaque", "may_nest", "nodes", "number", "reduces", "waits")
 
     def __init__(self, reduces: bool) -> None:
         self.number = next(_numbers)
@@ -50,12 +68,13 @@ class Forward:
         self.waits = True
         self.may_nest = True  # whether its backward may run another backward inside; where nobody has looked, it may
         self.is_opaque = True  # whether its output holds something into which we cannot look
+        self.nodes: tuple[int, ...] = ()  # of its outputs, by number: who holds a node keeps its graph
         # Where its backward leaves gradients elsewhere (distributed autograd): makes them `.grad` for a while.
         self.elsewhere: Callable[[Any], AbstractContextManager[None]] | None = None
 
     def returned(self, watched: Watched) -> None:
         """The forward has returned; a backward inside it may have come already, and another may follow."""
-        self.is_opaque = not watched.sees_all
+        self.is_opaque, self.nodes = not watched.sees_all, watched.nodes
         self.waits = self.waits or watched.num_tensors > 0 or self.is_opaque
 
 
@@ -71,8 +90,10 @@ class Ending(BackwardEnd):
         self.forward = forward
         self.number = forward.number  # of the first forward that was reached: later ones do not change the order
         self.backward = current_backward()
-        self.has_gradients = False  # a parameter got gradient, before any forward asked for a reduction
-        self.is_over = False  # it has ended, together with that of another wrapper
+        # Two facts, each true from some moment on, and apart from each other: a parameter got gradient before any forward
+        # asked for a reduction; and this end has been done, together with that of another wrapper.
+        self.has_gradients = False
+        self.is_over = False
 
     def raised(self) -> None:
         self.reducer.backward_raised(self, self.forward.reduces and accumulates())
@@ -87,44 +108,103 @@ class NestedEnding(Ending):
         self._was_called = True
 
 
+class Armed(enum.Enum):
+    """What the next backward is taken for that reaches no output of ours: see the table above."""
+
+    RESTING = enum.auto()
+    ARMED = enum.auto()
+    DEMANDED = enum.auto()
+
+
+class Beginning(enum.Enum):
+    """What a parameter's gradient is, while no pass is under way: the first of one, not to be reduced, or unexpected."""
+
+    REDUCED = enum.auto()
+    LOCAL = enum.auto()
+    WENT_AROUND = enum.auto()
+
+
 class Arming:
     """The forwards of one wrapper that wait for their backward, and the pass that is under way."""
 
     def __init__(self) -> None:
+        self.state = Armed.RESTING
         self._waiting: deque[Forward] = deque(maxlen=_MOST_WAITING)
-        self._had_backward = False
+        # What the backward that runs now is to this wrapper. Weakly, and no state of ours: the engine alone holds the end of
+        # a pass, and drops it with the pass, so that nobody has to take it back.
         self._ending: Callable[[], Ending | None] = _none
-        self._demanded: Forward | None = None
-        # Of a pass under way that will be noted once its nested one has ended: the forward that it was taken for.
-        self._to_be_noted: Forward | None = None
-        self.went_around = False  # whether the last `begin` found a backward that no forward has armed
+        # Until that is noted: a parameter was met inside a nested backward, whose outermost one has still to go on.
+        self._is_nested = False
+
+    # -- transitions ---------------------------------------------------------------------------
 
     def forward_began(self, reduces: bool) -> Forward:
         """Armed before the module runs: a backward inside forward is one of ours too."""
-        if self._had_backward:
+        if self.state is Armed.RESTING:
             # Older ones had their chance; only forwards in a row wait for as many backwards.
             self._waiting.clear()
-            self._had_backward = False
-        self._demanded = None  # a demand is for a backward that comes at once
-        self._to_be_noted = None
+        self.state = Armed.ARMED  # a demand is for a backward that comes at once
+        self._is_nested = False
         forward = Forward(reduces)
         self._waiting.append(forward)
         return forward
 
     def demand(self) -> None:
         """The next backward is reduced, whether or not forwards say so."""
-        self._demanded = Forward(reduces=True)
+        self.state = Armed.DEMANDED
+
+    def reduced(self) -> None:
+        """A backward that is reduced has begun. As torch, which disarms with the first."""
+        self.state = Armed.RESTING
+
+    def raised(self) -> None:
+        """The backward that ran has raised, and will not be noted any more."""
+        self._is_nested = False
+
+    def note(self, reducer: Reducer, forward: Forward) -> Ending:
+        """A pass has reached an output of `forward`, or one of our parameters."""
+        ending = self._ending()
+        self._is_nested = False
+        if ending is None:
+            ending = Ending(reducer, Forward(reduces=True) if self.state is Armed.DEMANDED else forward)
+            self._ending = weakref.ref(ending)
+            ending.queue()
+        elif forward.reduces:
+            ending.forward = forward  # one output to be reduced is enough
+        return ending
+
+    def _note_outermost(self, reducer: Reducer, forward: Forward) -> None:
+        """Note a pass of which no output was seen, from one of its parameters."""
+        node = enclosing_function()
+        if node is None:
+            self.note(reducer, forward)
+            return
+        # The pass that runs here is a nested one, and ends too early. The one around it goes on to another node.
+        self._is_nested = True
+        call_in_enclosing(node, partial(self.note, reducer, forward))
+        NestedEnding(reducer, forward).queue()
+
+    # -- what is known -------------------------------------------------------------------------
 
     @property
     def noted(self) -> Ending | None:
         """The outermost pass under way, if it has been noted."""
         return self._ending()
 
-    @property
-    def awaited(self) -> int | None:
-        """The number of the last forward whose backward is to be reduced and has not come."""
-        waiting = [each.number for each in self._waiting if each.waits and each.reduces]
-        return waiting[-1] if waiting and not self._had_backward else None
+    def awaited(self, graph: RunningGraph | None, params: Collection[int]) -> int | None:
+        """The number of the last forward that waits for a backward through `graph`, which is to be reduced.
+
+        `params`: this wrapper's own, by identity. Where nobody knows the graph (None), any forward that waits may be meant.
+        """
+        if self.state is Armed.RESTING:
+            return None
+        waiting = [each for each in self._waiting if each.waits and each.reduces]
+        if graph is not None:
+            # Of a loss that was no output, it is not known which forward it was of: the last, as in `begin`.
+            meets = not graph.leaves.isdisjoint(params)
+            reached = [each for each in waiting if not graph.numbers.isdisjoint(each.nodes)]
+            waiting = reached or [each for each in waiting if meets or (graph.nests and each.is_opaque)]
+        return waiting[-1].number if waiting else None
 
     @property
     def may_nest(self) -> bool:
@@ -141,62 +221,37 @@ class Arming:
         ending = self._ending()
         return ending is not None and ending.forward.reduces and (ending.has_gradients or accumulates())
 
-    def raised(self) -> None:
-        """The pass under way will not be noted any more."""
-        self._to_be_noted = None
+    # -- the first gradient --------------------------------------------------------------------
 
-    def note(self, reducer: Reducer, forward: Forward) -> Ending:
-        """A pass has reached an output of `forward`, or one of our parameters."""
+    def begin(self, reducer: Reducer) -> Beginning:
+        """A parameter has got gradient while no pass is under way: whether a reduction begins with it."""
         ending = self._ending()
-        self._to_be_noted = None
-        if ending is None:
-            demanded, self._demanded = self._demanded, None
-            ending = Ending(reducer, demanded or forward)
-            self._ending = weakref.ref(ending)
-            ending.queue()
-        elif forward.reduces:
-            ending.forward = forward  # one output to be reduced is enough
-        return ending
-
-    def begin(self, reducer: Reducer) -> bool:
-        """A parameter has got gradient: whether a reduction begins with it."""
-        ending = self._ending()
-        self.went_around = False
         if ending is not None:
-            forward = ending.forward
             ending.has_gradients = True
-            if not forward.reduces:
-                return False
-        elif self._to_be_noted is not None:
+            reduces = ending.forward.reduces
+        elif self._is_nested:
             # Of the same pass as the first gradient, which has found out that it is not reduced.
-            return False
-        elif self._demanded is None and reducer.sharers.have_noted:
-            return False
+            return Beginning.LOCAL
+        elif self.state is not Armed.DEMANDED and reducer.sharers.have_noted:
+            return Beginning.LOCAL
         else:
-            # As torch, which disarms with the first backward; but for outputs into which we cannot look.
-            waiting = [each for each in self._waiting if each.waits and (each.is_opaque or not self._had_backward)]
-            if self._demanded is not None:
-                waiting = [self._demanded]
-            if not waiting:
-                self.went_around = True
-                return False
-            waiting[-1].waits = False
-            self._note_outermost(reducer, waiting[-1])
-            if not waiting[-1].reduces:
-                return False
-        self._had_backward = True
-        return True
+            forward = self._meant()
+            if forward is None:
+                return Beginning.WENT_AROUND
+            forward.waits = False
+            self._note_outermost(reducer, forward)
+            reduces = forward.reduces
+        if not reduces:
+            return Beginning.LOCAL
+        self.reduced()
+        return Beginning.REDUCED
 
-    def _note_outermost(self, reducer: Reducer, forward: Forward) -> None:
-        """Note a pass of which no output was seen, from one of its parameters."""
-        node = enclosing_function()
-        if node is None:
-            self.note(reducer, forward)
-            return
-        # The pass that runs here is a nested one, and ends too early. The one around it goes on to another node.
-        self._to_be_noted = forward
-        call_in_enclosing(node, partial(self.note, reducer, forward))
-        NestedEnding(reducer, forward).queue()
+    def _meant(self) -> Forward | None:
+        """The forward that a backward is taken for which has reached no output."""
+        if self.state is Armed.DEMANDED:
+            return Forward(reduces=True)
+        waiting = [each for each in self._waiting if each.waits and (each.is_opaque or self.state is Armed.ARMED)]
+        return waiting[-1] if waiting else None
 
 
 def _none() -> None:

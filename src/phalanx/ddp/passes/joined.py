@@ -13,7 +13,7 @@ import torch
 from ..buckets.bucket import Bucket, Stage
 
 if TYPE_CHECKING:
-    from .flight import Pass
+    from .backward import Pass
 
 
 @torch.no_grad()

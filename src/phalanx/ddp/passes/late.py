@@ -18,7 +18,7 @@ from ..buckets.slot import LATE
 from ..messages import too_late
 
 if TYPE_CHECKING:
-    from .flight import Pass
+    from .backward import Pass
 
 
 def reduce_late_part(run: Pass, bucket: Bucket) -> None:

@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
+from ...optim.engine import running_graph
+
 if TYPE_CHECKING:
     from ..reducer.reducer import Reducer
     from .arming import Ending
@@ -56,18 +58,29 @@ class LaunchOrder:
                 found.append((theirs.number, reducer))
         return [reducer for _, reducer in sorted(found, key=lambda pair: -pair[0])]
 
-    def failed_with(self, reducer: Reducer) -> list[Reducer]:
-        """The wrappers whose passes failed in the same backward as that of `reducer`, in the order of that backward."""
-        failed = [known for known in self.alive if known.has_failed and known.backward == reducer.backward]
-        return sorted(failed, key=lambda known: -known.place)
+    def recover(self, asking: Reducer) -> None:
+        """Send what passes that failed owe the other ranks, of all wrappers, before any of them sends something new.
+
+        Backward by backward, each in its own order: on all ranks they failed one after the other, wherever each of them
+        was caught. One that is torn has nothing to send; whoever asks for that one is told so.
+        """
+        for known in self.alive:
+            known.fail_if_left()
+        failed = [known for known in self.alive if known.has_failed and (known is asking or not known.is_torn)]
+        for backward in sorted({known.backward for known in failed}):
+            group = [known for known in failed if known.backward == backward]
+            take_turns([known.give_up() for known in sorted(group, key=lambda known: -known.place)])
 
     def fail_waiting(self, backward: int) -> None:
         """A backward has raised, perhaps before it came to wrappers that it has come to on another rank.
 
-        All ranks have run the same forwards, so all of them count the same wrappers in: those that wait for a backward.
+        All ranks have run the backward of the same forwards, so all of them count the same wrappers in: those whose
+        outputs or parameters are in its graph. Not all that wait for a backward: one rank alone may have run a forward
+        of which no backward comes, as for a picture of gradients by `autograd.grad`.
         """
+        graph = running_graph()
         for known in self.alive:
-            number = known.awaited
+            number = known.awaited(graph)
             if number is not None:
                 known.fail_unreached(backward, number)
 

@@ -26,7 +26,7 @@ from .order import reducers_alive
 
 if TYPE_CHECKING:
     from ..reducer.reducer import Reducer
-    from .flight import Pass
+    from .backward import Pass
 
 
 class Sharers:

@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from ..buckets import slot
 from ..frames import untraced
 from ..messages import changed_graph
-from ..passes.state import OBSERVING
+from ..passes.backward import OBSERVING
 
 if TYPE_CHECKING:
     from ..buckets.dense import DenseBucket
@@ -35,22 +35,19 @@ def _on_gradient(reference: Reference, index: int, param: torch.Tensor) -> None:
     if reducer is None:
         return
     bucket, place = reducer.places[index]
-    run = reducer.current
-    if run is None or run.state < OBSERVING:
-        run = reducer.begin()
-        if run is None:
-            slot.hold(bucket.states, place)
-            return
-    if run.state == OBSERVING:
+    if reducer.state < OBSERVING and reducer.begin() is None:
+        slot.hold(bucket.states, place)
+        return
+    if reducer.state is OBSERVING:
         reducer.observed.append(index)
     if not slot.arrive(bucket.states, place):
-        reducer.arrived_again(index, bucket, run)
+        reducer.arrived_again(index, bucket)
         return
     if reducer.is_large[index]:
-        run.large_arrived(cast("DenseBucket", bucket), place, param)
+        reducer.under_way.large_arrived(cast("DenseBucket", bucket), place, param)
     bucket.pending -= 1
     if not bucket.pending:
-        run.filled(bucket, param)
+        reducer.under_way.filled(bucket, param)
 
 
 @untraced
@@ -59,15 +56,12 @@ def _on_last_gradient(reference: Reference, bucket_index: int, param: torch.Tens
     reducer = reference()
     if reducer is None:
         return
-    run = reducer.current
-    if run is None or run.state < OBSERVING:
-        run = reducer.begin()
-        if run is None:
-            return
+    if reducer.state < OBSERVING and reducer.begin() is None:
+        return
     bucket = reducer.buckets[bucket_index]
     bucket.pending -= 1
     if not bucket.pending:
-        run.filled(bucket, param)
+        reducer.under_way.filled(bucket, param)
 
 
 @untraced

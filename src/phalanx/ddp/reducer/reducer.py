@@ -2,10 +2,10 @@
 
 The way of a gradient: autograd accumulates it and calls the parameter's hook (`hooks`); the hook counts its bucket down; a
 full bucket is packed and launched, strictly in plan order; when backward ends, what never filled is launched,
-everything is waited for, judged and given out (`flight`).
+everything is waited for, judged and given out (`passes/backward.py`).
 
 This file begins and ends passes and holds what outlives them: plan, buckets, strategy, what has been learnt of the model.
-What a gradient goes through is in `slot`, what a pass goes through in `state`, what the plan goes through in `settling`,
+What a gradient goes through is in `slot`, what a pass goes through in `backward`, what the plan goes through in `settling`,
 which backward is reduced at all in `arming`. Must not know of modules, buffers or process groups.
 """
 
@@ -26,7 +26,7 @@ from ...comm.memory.heap import trim_heap
 from ...comm.memory.left_over import drop_left_over
 from ...comm.memory.segment import trim_shared
 from ...errors import PhalanxError, ReductionError
-from ...optim.engine import current_backward
+from ...optim.engine import RunningGraph, current_backward
 from ...plan import Bucket as PlannedBucket
 from ...plan import BucketPlan
 from ..buckets import slot
@@ -36,15 +36,15 @@ from ..buckets.sparse import SparseBucket
 from ..buckets.tail import Tail, exact_ranks
 from ..frames import untraced
 from ..like_torch.reducer import TorchReducer
-from ..messages import torn, unused_everywhere
-from ..passes.arming import Arming, Ending, Forward
-from ..passes.flight import Pass
+from ..messages import not_finished, torn, unused_everywhere
+from ..passes import backward as pass_state
+from ..passes.arming import Arming, Beginning, Ending, Forward
+from ..passes.backward import FAILED, IDLE, MISSED, OBSERVING, REDUCING, Pass, PassState
 from ..passes.joined import give_up, take_part
 from ..passes.late_checks import LateChecks
 from ..passes.order import order_of, take_turns
 from ..passes.settling import ChooseBuckets, PlanMemory, PlanState, Usage, fix, settle
 from ..passes.shared import Sharers
-from ..passes.state import FAILED, IDLE, OBSERVING, REDUCING, PassState
 from ..passes.streams import GradientStreams
 from .hooks import GradientHooks
 from .listener import Listener
@@ -94,14 +94,15 @@ class Reducer(TorchReducer):
         self.usage = Usage()
         self.unused_names: list[str] = []
         self._repeats = bytearray(len(self.params))
-        self._warned = False
         # Of compiled models: how their buckets are chosen, and which plan their graphs are cut by.
         self.choose_buckets: ChooseBuckets | None = None
         self.cut_key = plan.hash
         self.late_checks = LateChecks()
         self.streams = GradientStreams()
-        self.current: Pass | None = None  # the pass under way, or the one that failed
-        self._raised_before = False  # whether a backward raised that had not begun a pass, and should have
+        # What the wrapper's passes go through, by the functions of `passes/backward.py`; and the pass that is under way or
+        # that failed, None in IDLE and MISSED.
+        self.state: PassState = IDLE
+        self.current: Pass | None = None
         self.backward, self.place = -1, 0  # which backward the last pass was part of, and its place in the launch order
         self.elsewhere: Callable[[Any], AbstractContextManager[None]] | None = None  # see `Forward`
         self._arming = Arming()
@@ -116,7 +117,7 @@ class Reducer(TorchReducer):
     def adopt(self, plan: BucketPlan) -> None:
         """Make `plan` the current one: new memory, counters at their start. Gradients are untouched."""
         self.plan = plan
-        self.current, self._raised_before = None, False
+        self.state, self.current = IDLE, None
         held = [index for index, (bucket, place) in enumerate(self.places) if bucket.states[place] == slot.HELD]
         # The old buckets go first, so that the memory of both is never held at once.
         self.buckets, self.places = [], []
@@ -130,7 +131,7 @@ class Reducer(TorchReducer):
             slot.hold(bucket.states, place)
         for index, repeats in enumerate(self._repeats):
             if repeats:
-                self._hold_back(self.places[index][0])
+                self.places[index][0].hold_back()
         self.on_device = any(param.device.type != "cpu" for param in self.params)
         self.hooks.watch_all(self.params, self.on_device)
         for listener in self.listeners:
@@ -150,8 +151,7 @@ class Reducer(TorchReducer):
         return Tail(signature, len(planned.slots), num_late, self.collectives.world, scale)
 
     def _tail_rides(self, planned: PlannedBucket) -> bool:
-        exact = planned.sparse or self.collectives.world <= exact_ranks(planned.dtype)
-        return self.strategy.tail_rides and exact
+        return self.strategy.tail_rides and (planned.sparse or self.collectives.world <= exact_ranks(planned.dtype))
 
     def make_bucket(self, planned: PlannedBucket, tail: Tail, part_of: Bucket | None = None) -> Bucket:
         """A bucket as the plan has it; with `part_of`, one for what came late for that bucket."""
@@ -169,10 +169,7 @@ class Reducer(TorchReducer):
     def require_idle(self) -> None:
         """Raise unless every backward that began has given out its gradients."""
         if self.state is not IDLE:
-            raise ReductionError(
-                f"{self.collectives.me}: step {self.step}: Expected to have finished reduction, but a backward "
-                "pass has not given out its gradients yet. It raised, or is still running."
-            )
+            raise not_finished(f"{self.collectives.me}: step {self.step}")
 
     def keep_params(self, kept: Sequence[int]) -> None:
         """Know only of these parameters from now on, renumbered; a plan for them is adopted next."""
@@ -260,33 +257,41 @@ class Reducer(TorchReducer):
                 self.elsewhere = self.elsewhere if self.begin() else None
 
     def recover(self) -> None:
-        """After a pass that raised: bring all ranks to the same point."""
+        """After passes that raised, of this wrapper or of others: bring all ranks to the same point."""
         drop_left_over()
+        self.order.recover(self)
+
+    def fail_if_left(self) -> None:
+        """No backward runs, here or in another thread: a pass that is under way cannot have ended as it should."""
         if self.state >= OBSERVING and self._arming.noted is None and current_backward() == -1:
-            self._fail()  # no backward runs, here or in another thread, so the pass cannot have ended as it should
-        if self.has_failed:
-            take_turns([reducer.give_up() for reducer in self.order.failed_with(self)])
+            self._fail()
 
     @property
     def has_failed(self) -> bool:
         """Whether a backward raised that was to be reduced, and other ranks may wait for us."""
-        return self._raised_before or self.state is FAILED
+        return self.state in (FAILED, MISSED)
 
     @property
-    def awaited(self) -> int | None:
-        """The number of the forward whose backward has not come, if one is to be reduced."""
-        is_idle = self.state is IDLE and not self._raised_before and any(param.requires_grad for param in self.params)
-        return self._arming.awaited if is_idle else None
+    def is_torn(self) -> bool:
+        """Whether a pass has failed of which means have been used, which no rank can take back."""
+        return self.state is FAILED and self.under_way.has_used_means
+
+    def awaited(self, graph: RunningGraph | None) -> int | None:
+        """The number of the forward whose backward, through `graph`, has not come, if one is to be reduced."""
+        trained = {id(param) for param in self.params if param.requires_grad}
+        if self.state is not IDLE or not trained:
+            return None
+        # Not by a parameter that others have too: a backward that has reached an output of theirs is theirs (`shared.py`).
+        return self._arming.awaited(graph, trained - self.sharers.params)
 
     def give_up(self) -> Generator[None]:
         """Take part in what is left of a pass that failed, in parts between which other wrappers do theirs."""
-        failed, self.current, self._raised_before = self.current, None, False
-        if failed is not None and failed.is_torn:
-            self.current = failed
+        failed = self.current
+        if self.is_torn:
             error = torn(f"{self.collectives.me}: step {self.step}")
             self.collectives.board.post_error(error)  # others may wait for what this rank will never join
             raise error
-        run = failed
+        self.state, self.current, run = pass_state.give_up(self.state), None, failed
         try:
             if run is None:
                 # It may have reached an output and no parameter: other ranks may have met one.
@@ -306,11 +311,6 @@ class Reducer(TorchReducer):
     # -- during backward -----------------------------------------------------------------------
 
     @property
-    def state(self) -> PassState:
-        """What the pass under way is doing."""
-        return IDLE if self.current is None else self.current.state
-
-    @property
     def noted(self) -> Ending | None:
         """The end of the backward that runs now, if this wrapper is known to take part in it."""
         return self._arming.noted
@@ -318,14 +318,14 @@ class Reducer(TorchReducer):
     @property
     def has_early_buckets(self) -> bool:
         """Whether a pass is under way that has buckets left to launch before backward ends."""
-        return self.current is not None and self.state in (OBSERVING, REDUCING) and self.current.has_early_buckets
+        return self.state in (OBSERVING, REDUCING) and self.current is not None and self.current.has_early_buckets
 
     def begin(self) -> Pass | None:
         """A parameter got gradient while no pass was under way: the pass that begins with it, if one does."""
-        if not self._arming.begin(self):
-            if self._arming.went_around:
-                for listener in self.listeners:
-                    listener.went_around()
+        beginning = self._arming.begin(self)
+        if beginning is not Beginning.REDUCED:
+            for listener in self.listeners if beginning is Beginning.WENT_AROUND else ():
+                listener.went_around()
             return None
         # Beginning may be a collective too. One that has not begun by now has got no gradient on this rank.
         for other in self.earlier:
@@ -333,8 +333,13 @@ class Reducer(TorchReducer):
         self.recover()
         if self.sharers.have_changed():
             self._choose_large()
-        self.current = Pass(self, joined=False, may_nest=self._arming.may_nest)
-        self._remember_place(self.noted)
+        return self._begin_pass(joined=False, may_nest=self._arming.may_nest)
+
+    def _begin_pass(self, joined: bool, may_nest: bool) -> Pass:
+        self.current = Pass(self, joined, may_nest)
+        self.state = pass_state.begin(self.state, self.settled)  # not before: what a listener refuses has not begun
+        if not joined:
+            self._remember_place(self.noted)
         return self.current
 
     # Whoever may raise in the midst of a backward asks these, and holds no ending: it would live on in the traceback, and
@@ -355,22 +360,23 @@ class Reducer(TorchReducer):
     def _remember_place(self, ending: Ending | None) -> None:
         self.backward, self.place = (-1, 0) if ending is None else (ending.backward, ending.number)
 
-    def arrived_again(self, index: int, bucket: Bucket, run: Pass) -> None:
+    @property
+    def under_way(self) -> Pass:
+        """The pass that is under way, asked only where one is."""
+        assert self.current is not None, "a pass has begun"
+        return self.current
+
+    def arrived_again(self, index: int, bucket: Bucket) -> None:
         """More gradient for the same parameter in one pass: from now on its bucket waits for the end of backward."""
-        run.arrived_again()
+        self.under_way.arrived_again()
         if not self._repeats[index]:
             self._repeats[index] = 1
             self.is_large[index] = 0  # packed on arrival, its second part would always be late
-            self._hold_back(bucket)
-
-    def _hold_back(self, bucket: Bucket) -> None:
-        """Expect one gradient more than will arrive: the bucket is never full before the end of backward."""
-        bucket.expected = len(bucket.slots) + 1
+            bucket.hold_back()
 
     def mark_arrived(self, index: int) -> None:
         """A parameter has gradient of this pass, of which no hook has told."""
-        bucket, place = self.places[index]
-        slot.arrive(bucket.states, place)
+        slot.arrive(self.places[index][0].states, self.places[index][1])
 
     # -- end of backward -----------------------------------------------------------------------
 
@@ -381,17 +387,16 @@ class Reducer(TorchReducer):
         if self.state in (OBSERVING, REDUCING):
             self._fail()
         elif self.state is IDLE and reduces and any(param.requires_grad for param in self.params):
-            self._raised_before = True
+            self.state = pass_state.miss(self.state)
         if self.has_failed:
             self.order.fail_waiting(ending.backward)
 
     def fail_unreached(self, backward: int, number: int) -> None:
         """A backward has raised that may have been one of this wrapper too, had it gone on."""
-        self._raised_before, self.backward, self.place = True, backward, number
+        self.state, self.backward, self.place = pass_state.miss(self.state), backward, number
 
     def _fail(self) -> None:
-        assert self.current is not None, "a pass fails while it is under way"
-        self.current.state = FAILED
+        self.state = pass_state.fail(self.state)
         for bucket in self.buckets:
             bucket.abandon()
         for listener in self.listeners:
@@ -404,8 +409,7 @@ class Reducer(TorchReducer):
         """Begin the pass that no gradient has begun on this rank, if the backward is to be reduced all the same."""
         if self.state < OBSERVING and self._arming.is_owed and any(param.requires_grad for param in self.params):
             self.recover()
-            self.current = Pass(self, joined=False, may_nest=True)
-            self._remember_place(self.noted)
+            self._begin_pass(joined=False, may_nest=True)
 
     @untraced
     def backward_ended(self) -> None:
@@ -433,6 +437,7 @@ class Reducer(TorchReducer):
             listener.backward_ended()
         try:
             with nullcontext() if self.elsewhere is None else self.elsewhere(self):
+                self.state = pass_state.flush(self.state)
                 run.flush_early_buckets()
                 yield
                 run.flush_last_bucket()
@@ -455,14 +460,14 @@ class Reducer(TorchReducer):
         self.recover()
         before, self.weight = self.weight, weight
         try:
-            self.current = Pass(self, joined=True, may_nest=False)
-            take_part(self.current, self.joined_take_means)
+            run = self._begin_pass(joined=True, may_nest=False)
+            take_part(run, self.joined_take_means)
         finally:
             self.weight = before
-        self._close(self.current)
+        self._close(run)
 
     def _close(self, run: Pass) -> None:
-        self.current = None
+        self.state, self.current = pass_state.close(self.state), None
         self.step += 1
         unused = self.sharers.leave_out(run.unused_everywhere, self.params)
         if not self.options.static_graph:  # whose parameters have no hooks of their own: the first pass is all that is known
@@ -487,13 +492,9 @@ class Reducer(TorchReducer):
             listener.pass_closed()
         self.late_checks.judge(self, before=self.step - 1)
         # Last: it may raise, on the ranks that have inputs only, when nothing is left that ranks do together.
-        if missed and not run.joined:
-            self._report_unused(missed, num_params)
-
-    def _report_unused(self, names: list[str], num_params: int) -> None:
-        text = unused_everywhere(f"{self.collectives.me}: step {self.step - 1}", names, num_params)
-        if self.options.on_unused == "raise":
-            raise ReductionError(text)
-        if self.options.on_unused == "warn" and not self._warned:
-            self._warned = True
+        if missed and not run.joined and self.options.on_unused != "ignore":
+            text = unused_everywhere(f"{self.collectives.me}: step {self.step - 1}", missed, num_params)
+            if self.options.on_unused == "raise":
+                raise ReductionError(text)
+            self.options.on_unused = "ignore"  # one warning is enough
             warnings.warn(text, stacklevel=users_stacklevel())

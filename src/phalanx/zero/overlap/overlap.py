@@ -382,14 +382,14 @@ class Overlap(Listener):
             return
         gradients.arm()
         partition.prepare()
+        due = partition.due(self.sharded.local)
+        reduced = partition.shards_of[0]  # which have their gradients from the wrapper
         self.update.begin()
-        for shards in partition.shards_of:
-            for shard in shards:
-                if shard.is_due():
-                    shard.refresh()
-                    if shards is not partition.shards_of[0]:
-                        shard.take_gradients()
-                    partition.update(shard, self.sharded.local, arguments)
+        for shard in due:
+            shard.refresh()
+            if shard not in reduced:
+                shard.take_gradients()
+            partition.update(shard, self.sharded.local, arguments)
         partition.gathering.finish()
         self.update.end()
 

@@ -126,7 +126,7 @@ class ElementPartition(Partition):
             self.prepare()
             if local.stepper is not None:
                 local.stepper.begin(self.shards, arguments)
-            due = [shard for shard in self.shards if shard.is_due()]
+            due = self.due(local)
             # All before the first is stepped: what cannot be stepped is refused while nothing has changed.
             for shard in due:
                 shard.refresh()
@@ -143,6 +143,11 @@ class ElementPartition(Partition):
             self.gathering.finish()
             local.update.end()
         return loss
+
+    def due(self, local: LocalOptimizer) -> list[Shard]:
+        """The shards that take part in a step. The same on all ranks, which must gather alike."""
+        flags = local.agree_on_due([shard.is_due() for shard in self.shards])
+        return [shard for shard, flag in zip(self.shards, flags, strict=True) if flag]
 
     def prepare(self) -> None:
         """Before a step: return when parameters may be changed."""

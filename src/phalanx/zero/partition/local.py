@@ -6,7 +6,7 @@ where parameters and gradients come from.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,6 +35,8 @@ class LocalOptimizer:
         self.stepper: Stepper | None = None
         # What has become of the latest step, for the same reason.
         self.update = Update()
+        # Which buckets take part in a step, from which of them this rank would step: the same on all ranks.
+        self.agree_on_due: Callable[[list[bool]], list[bool]] = list
         self.push(groups)
 
     def pull(self, groups: Sequence[dict[str, Any]]) -> None:

@@ -7,6 +7,7 @@ where they lie, small ones of one owner together.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,6 @@ from .local import LocalOptimizer
 from .param_table import ParamTable
 from .partition import OwnedTensor, Partition
 from .storage import ParameterStorage
-from .update import Update
 
 # A broadcast has a fixed cost, so smaller parameters are copied into one buffer with others of their owner; larger ones
 # travel from where they lie. The second bounds that buffer, which stays allocated as long as the partition.
@@ -60,8 +60,8 @@ class BroadcastBucket:
         self._copies = flat is not None and not as_views
 
     def is_due(self) -> bool:
-        """Whether the bucket travels after a step. The same on all ranks."""
-        # Not by the gradients alone: a rank may be without one, and all must launch the same broadcasts.
+        """Whether the bucket travels after a step, as far as this rank knows (`LocalOptimizer.agree_on_due`)."""
+        # Not by the gradients alone: this rank may be without one that others have.
         return any(param.requires_grad or param.grad is not None for param in self.params)
 
     def launch(self, collectives: Collectives) -> Work:
@@ -123,46 +123,47 @@ class ParameterPartition(Partition):
     def step(self, local: LocalOptimizer, closure: Any, arguments: dict[str, Any]) -> Any:
         if callable(closure) and self.coupled and self.collectives.world > 1:
             device = self.table.params[0].device
-            together = CoupledStep(self.collectives, device, self.share)
+            together = CoupledStep(self.collectives, device, partial(self.share, local))
             result = together.run(local, closure, arguments)
         else:
             if closure is None:
                 local.update.begin()
             else:
-                arguments = {**arguments, "closure": self._synchronised(closure, local.update)}
+                arguments = {**arguments, "closure": self._synchronised(closure, local)}
             started_ns = trace.now_ns()
             result = local.step_all(**arguments)
             if trace.recorder is not None:
                 trace.recorder.span(trace.OPTIMIZER, started_ns, trace.now_ns())
-        self.share()
+        self.share(local)
         # Not begun by a class that takes no notice of its closure.
         if local.update.is_under_way:
             local.update.end()
         return result
 
-    def _synchronised(self, closure: Any, update: Update) -> Any:
+    def _synchronised(self, closure: Any, local: LocalOptimizer) -> Any:
         """The closure for an optimizer that may call it again after changing this rank's parameters."""
         if not callable(closure):
-            update.begin()
+            local.update.begin()
             return closure
 
         def evaluate() -> Any:
             # At the first call parameters are still equal everywhere; later the optimizer has moved the owned ones.
-            if update.is_under_way:
-                self.share()
-                update.end()
+            if local.update.is_under_way:
+                self.share(local)
+                local.update.end()
             # What a closure raises leaves parameters whole, as with the plain optimizer.
             result = closure()
-            update.begin()
+            local.update.begin()
             return result
 
         return evaluate
 
     @torch.no_grad()
-    def share(self) -> None:
+    def share(self, local: LocalOptimizer) -> None:
         """Make every parameter equal on all ranks: each owner's values win."""
         started_ns = trace.now_ns()
-        due = [bucket for bucket in self.buckets if bucket.is_due()]
+        flags = local.agree_on_due([bucket.is_due() for bucket in self.buckets])
+        due = [bucket for bucket, flag in zip(self.buckets, flags, strict=True) if flag]
         # All at once: owners are different ranks, which then send at the same time. The order is that of the numbers of
         # parameters, the same on every rank.
         works = [bucket.launch(self.collectives) for bucket in due]

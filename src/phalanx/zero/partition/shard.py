@@ -133,8 +133,8 @@ class Shard:
     # -- before a step -------------------------------------------------------------------------
 
     def is_due(self) -> bool:
-        """Whether this bucket takes part in a step. The same on all ranks, which must gather alike."""
-        # Not by the gradients alone: they may differ between ranks, for example for a rank that has joined.
+        """Whether this bucket takes part in a step, as far as this rank knows (`LocalOptimizer.agree_on_due`)."""
+        # Not by the gradients alone: this rank may be without one that others have.
         return any(param.requires_grad or param.grad is not None for param in self.params)
 
     def refresh(self) -> None:

@@ -14,10 +14,9 @@ import torch
 
 from ....errors import MismatchError
 from ...memory.extent import ALIGNMENT
-from ..transport.signature import ReduceOp, Verb, layout_of, signature
+from ..transport.call import Call, ReduceOp, Verb, as_bytes, layout_of, signature
 from ..transport.staging import BLOCK_BYTES, StagingBuffer
 from ..transport.team import INLINE_BYTES, NOWHERE, Places, Team
-from .call import Call, as_bytes
 
 _WORD = torch.int64
 _MANY_BYTES = 1 << 20

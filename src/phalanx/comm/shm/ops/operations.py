@@ -8,10 +8,9 @@ from __future__ import annotations
 import abc
 
 from ....errors import CommunicationError, MismatchError
-from ..transport.signature import Verb
+from ..transport.call import Call, Verb
 from ..transport.staging import StagingBuffer
 from ..transport.team import Team
-from .call import Call
 from .copy import CopyOperations
 from .reduce import ReduceOperations
 

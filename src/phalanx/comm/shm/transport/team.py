@@ -25,8 +25,8 @@ import torch
 
 from ....errors import CommunicationError, MismatchError
 from ...memory.arena import Arena
+from .call import PACKED_BYTES, Signature, different_calls, unpacked
 from .link import Link
-from .signature import PACKED_BYTES, Signature, different_calls, unpacked
 from .watch import Watch
 
 INLINE_BYTES = 256 * 1024  # what a rank can hand over in the opening step itself

@@ -1,11 +1,28 @@
-"""One pass under way: full buckets leave, come back, are judged and given out.
+"""One backward that is reduced: full buckets leave, come back, are judged and given out.
 
-What the pass as a whole goes through is in `state`, what each gradient goes through in `slot`. Made when the first gradient
-arrives and dropped when the last mean is given out, so that nothing of one pass is left for the next.
+What a wrapper's passes go through, one after the other (`Reducer.state`), and the only functions that change it:
+
+    state       the pass            what is true                                            next
+    IDLE        none                no backward of ours is under way                        begin -> OBSERVING or REDUCING;
+                                                                                            miss -> MISSED
+    OBSERVING   the plan's first    gradients arrive, their order is noted, nothing leaves  flush -> FLUSHING; fail -> FAILED
+    REDUCING    any later one       gradients arrive, full buckets leave                    flush -> FLUSHING; fail -> FAILED
+    FLUSHING    the same            autograd is done: the rest leaves, all is waited for,   close -> IDLE; fail -> FAILED
+                                    judged and given out
+    FAILED      the one that raised owners have their gradients back, some buckets may be   give_up -> IDLE
+                                    in flight
+    MISSED      none                a backward raised before it had begun a pass, which     give_up -> IDLE
+                                    other ranks may have begun
+
+FAILED and MISSED last until the next forward or backward, which sends what is missing, marked as given up, so that all
+ranks stay in step. A rank without inputs of its own takes part from REDUCING (or OBSERVING) to `close`, without a flush.
+A `Pass` is made by `begin` and dropped by `close`, so that nothing of one pass is left for the next. What each gradient
+goes through is in `slot`.
 """
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, cast
@@ -20,12 +37,60 @@ from ..messages import nests_elsewhere, out_of_step, unequal
 from .late import reduce_late_part
 from .settling import PlanState, find_late, mark_promised
 from .shares import Shares, agree_on_shares
-from .state import FAILED, FLUSHING, OBSERVING, REDUCING, PassState
 
 if TYPE_CHECKING:
     from ..reducer.reducer import Reducer
 
 _AS_IT_IS = nullcontext()
+
+
+class PassState(enum.IntEnum):
+    # In this order: below OBSERVING a gradient that arrives has to begin a pass first.
+    IDLE = 0
+    FAILED = 1
+    MISSED = 2
+    OBSERVING = 3
+    REDUCING = 4
+    FLUSHING = 5
+
+
+IDLE, FAILED, MISSED, OBSERVING, REDUCING, FLUSHING = PassState
+UNDER_WAY = (OBSERVING, REDUCING, FLUSHING)
+
+
+def begin(state: PassState, settled: bool) -> PassState:
+    """The first gradient has arrived, and every listener has agreed."""
+    return _from(state, (IDLE,), "begin", REDUCING if settled else OBSERVING)
+
+
+def flush(state: PassState) -> PassState:
+    """Autograd is done."""
+    return _from(state, (OBSERVING, REDUCING), "flush", FLUSHING)
+
+
+def close(state: PassState) -> PassState:
+    """Every mean has been given out."""
+    return _from(state, UNDER_WAY, "close", IDLE)
+
+
+def fail(state: PassState) -> PassState:
+    """The pass raised, in autograd or in what we do."""
+    return _from(state, UNDER_WAY, "fail", FAILED)
+
+
+def miss(state: PassState) -> PassState:
+    """A backward raised that was to be reduced, and had not begun a pass."""
+    return _from(state, (IDLE,), "miss", MISSED)
+
+
+def give_up(state: PassState) -> PassState:
+    """What other ranks may wait for is about to be sent."""
+    return _from(state, (FAILED, MISSED), "give up", IDLE)
+
+
+def _from(state: PassState, known: Sequence[PassState], event: str, after: PassState) -> PassState:
+    assert state in known, f"a wrapper that is {state.name} knows no {event!r} (see ddp/passes/backward.py)"
+    return after
 
 
 class Pass:
@@ -43,6 +108,8 @@ class Pass:
         self.wanted: dict[int, Sequence[int]] = {}
         self.unused_here: list[int] = []
         self._unusual: set[int] = set()  # buckets of which this rank has something to say
+        # What the pass has learnt or done so far. Each of these becomes true at most once, apart from the others and from
+        # the state of the pass; no two of them make a life cycle.
         self._others_gave_up = self._has_given = False
         # Whether a backward inside this backward is known, or announced to a strategy that has to know: on this rank,
         # and on any rank, by their tails.
@@ -57,8 +124,6 @@ class Pass:
         narrow = self.strategy.may_narrow or any(b.dtype is torch.float16 for b in reducer.plan.buckets)
         self._weight = reducer.weight
         self._shares = None if narrow else Shares.of(reducer.weight)
-        # Last: what a listener refuses has not begun.
-        self.state: PassState = REDUCING if reducer.settled else OBSERVING
 
     @property
     def shares(self) -> Shares:
@@ -76,7 +141,7 @@ class Pass:
     @torch.no_grad()
     def large_arrived(self, bucket: DenseBucket, place: int, param: torch.Tensor) -> None:
         """Pack a large gradient while it is in the cache, unless somebody may still change it or add to it."""
-        may_pack = self.state is REDUCING and self.strategy.packs_on_arrival and self._shares is not None
+        may_pack = self.reducer.state is REDUCING and self.strategy.packs_on_arrival and self._shares is not None
         if may_pack and self.reducer.hooks.is_final(param):
             bucket.take_one(place, self.strategy.pack_scale * self.shares.on(bucket.device))
 
@@ -84,7 +149,7 @@ class Pass:
         """The last gradient of a bucket has arrived."""
         for listener in self.reducer.listeners:
             listener.bucket_full(bucket)
-        if self.state is REDUCING and self.reducer.hooks.is_final(param):
+        if self.reducer.state is REDUCING and self.reducer.hooks.is_final(param):
             self.launch_ready()
 
     def launch_ready(self) -> None:
@@ -121,7 +186,7 @@ class Pass:
 
     def _in_order(self, bucket: Bucket) -> AbstractContextManager[None]:
         """Inside, what is done to the bucket is ordered after its gradients, whichever thread does it."""
-        if self.state is REDUCING and self.reducer.on_device:
+        if self.reducer.state is REDUCING and self.reducer.on_device:
             return self.reducer.streams.launching(bucket)
         # On the CPU there are no streams; when backward has ended, autograd has joined those of gradients to the caller's.
         return _AS_IT_IS
@@ -169,7 +234,6 @@ class Pass:
     @torch.no_grad()
     def flush_early_buckets(self) -> None:
         """Autograd is done: launch those that might have left before."""
-        self.state = FLUSHING
         if self.reducer.plan_state is PlanState.FIXED:
             find_late(self.reducer)
         while self.has_early_buckets:
@@ -283,9 +347,9 @@ class Pass:
             listener.bucket_given(bucket)
 
     @property
-    def is_torn(self) -> bool:
-        """Of a pass that failed: whether means of it have been used, which no rank can take back."""
-        return self.state is FAILED and self.strategy.gives_for_good and self._has_given
+    def has_used_means(self) -> bool:
+        """Whether means have been given out that were used at once."""
+        return self.strategy.gives_for_good and self._has_given
 
     # -- in words ------------------------------------------------------------------------------
 

@@ -1,0 +1,116 @@
+"""What comes after a backward that raised, with more buckets under way on one rank than on another: it waits its turn."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn, optim
+
+import phalanx
+from phalanx.comm.hooks import allreduce_hook
+from tests.cluster import run_ranks
+from tests.ddp.by_hand import SMALL, BrokenLayer, Net, assert_mean, everywhere, inputs, mean_by_hand, unwrapped
+
+pytestmark = [pytest.mark.timeout(60), pytest.mark.covering(2)]
+
+
+class Trained:
+    """A wrapped model, a bucket per layer, and the same model by hand."""
+
+    def __init__(self) -> None:
+        self.model = Net(SMALL)
+        self.plain = unwrapped(self.model)
+        self.wrapped: Any = phalanx.DistributedDataParallel(self.model, bucket_cap_mb=4 * (SMALL + 1) * SMALL / 2**20)
+
+    def loss(self, module: nn.Module, step: int, rank: int) -> torch.Tensor:
+        dtype = next(module.parameters()).dtype
+        return module(inputs(step, rank, SMALL).to(dtype)).square().mean()
+
+    @contextmanager
+    def breaking(self, rank: int) -> Iterator[None]:
+        """Inside, a backward raises: before the first bucket has left on rank 0, and after it on the others."""
+
+        def refuse(_grad: torch.Tensor) -> None:
+            raise BrokenLayer("on purpose")
+
+        handle = (self.model.a if rank else self.model.b).weight.register_hook(refuse)
+        with pytest.raises(BrokenLayer):
+            yield
+        handle.remove()
+
+    def fail(self, rank: int) -> None:
+        loss = self.loss(self.wrapped, 50, rank)
+        with self.breaking(rank):
+            loss.backward()
+
+    def train(self, step: int, rank: int, world: int) -> None:
+        self.wrapped.zero_grad()
+        self.loss(self.wrapped, step, rank).backward()
+        self.check(step, world)
+
+    def check(self, step: int, world: int) -> None:
+        assert_mean(self.model, mean_by_hand(self.plain, world, lambda module, rank: self.loss(module, step, rank)))
+
+
+def change(trained: Trained, how: str) -> None:
+    if how == "hook":
+        trained.wrapped.register_comm_hook(None, allreduce_hook)
+    elif how == "parameters":
+        trained.wrapped.load_state_dict(trained.plain.state_dict(), assign=True)
+    elif how == "dtype":
+        trained.wrapped.double()
+        trained.plain.double()
+    elif how == "another wrapper":
+        failed, trained.wrapped = trained.wrapped, phalanx.DistributedDataParallel(trained.model)
+        assert not failed.reducer.has_failed
+    else:
+        phalanx.ZeroRedundancyOptimizer(trained.model.parameters(), optim.SGD, lr=0.1)
+
+
+def changed_after(rank: int, world: int, how: str) -> None:
+    trained = Trained()
+    for step in range(3):
+        if step == 1:
+            trained.fail(rank)
+            change(trained, how)
+        trained.train(step, rank, world)
+
+
+@everywhere
+@pytest.mark.parametrize("how", ["hook", "parameters", "dtype", "another wrapper", "an optimizer"])
+def test_what_a_failed_pass_owes_comes_before_whatever_the_wrapper_is_changed_to(how: str, backend: str) -> None:
+    run_ranks(2, changed_after, how, backend=backend, timeout_s=30, pg_timeout_s=12)
+
+
+def another_goes_on(rank: int, world: int, forwards_first: bool, both_fail: bool) -> None:
+    """One model's backward raises everywhere, and the script goes on with another model (a critic, then a generator)."""
+    one, other = Trained(), Trained()
+    for step in range(4):
+        other.wrapped.zero_grad()
+        if not forwards_first:
+            one.fail(rank)
+            loss = other.loss(other.wrapped, step, rank)
+        else:
+            broken, loss = one.loss(one.wrapped, step, rank), other.loss(other.wrapped, step, rank)
+            with one.breaking(rank):
+                broken.backward()
+        if both_fail:
+            with other.breaking(rank):
+                loss.backward()
+            other.train(step, rank, world)
+        else:
+            loss.backward()
+            other.check(step, world)
+        if step % 2:
+            one.train(step, rank, world)
+
+
+@everywhere
+@pytest.mark.parametrize("forwards_first", [False, True], ids=["forward later", "forwards first"])
+@pytest.mark.parametrize("both_fail", [False, True], ids=["one", "both"])
+def test_what_one_wrapper_owes_comes_before_what_another_sends(forwards_first: bool, both_fail: bool, backend: str) -> None:
+    run_ranks(2, another_goes_on, forwards_first, both_fail, backend=backend, timeout_s=30, pg_timeout_s=12)
