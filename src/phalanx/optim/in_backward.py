@@ -196,8 +196,8 @@ def apply_in_backward(
             )
         if getattr(param, _OWNERS, None):
             raise ConfigError(
-                f"apply_in_backward got a parameter of shape {tuple(param.shape)} that another call of it steps already: that "
-                "one frees its gradient, and nothing would be left to step by. Change the first one's `param_groups`."
+                f"apply_in_backward got a parameter of shape {tuple(param.shape)} that another call of it steps already: "
+                "that one frees its gradient, and nothing would be left to step by. Change the first one's `param_groups`."
             )
     if max_norm is not None and max_norm <= 0:
         raise ConfigError(f"max_norm must be positive, got {max_norm}. Leave it out for no clipping.")
