@@ -300,6 +300,13 @@ MUTATIONS = (
         tests="tests/zero/test_memory.py",
     ),
     Mutation(
+        name="optimizer: a second step for one backward does nothing in silence",
+        file=OPTIMIZER,
+        old="            overlap.refuse_used()\n",
+        new="",
+        tests="tests/zero/test_closures.py",
+    ),
+    Mutation(
         name="in backward: a parameter given twice keeps a hook when a wrapper takes over",
         file=IN_BACKWARD,
         old="else list(dict.fromkeys(params))\n",

@@ -10,7 +10,7 @@ from torch import nn, optim
 from torch.distributed.algorithms.join import Join
 
 import phalanx
-from phalanx.errors import ConfigError
+from phalanx.errors import ConfigError, ReductionError
 from phalanx.zero import ZeroRedundancyOptimizer
 from tests.cluster import run_ranks
 from tests.zero.cases import Given, differing, sample
@@ -98,6 +98,23 @@ def change_too_late(rank: int, world: int, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("options", [{}, {"partition": "parameter"}], ids=str)
 def test_options_changed_after_the_backward_that_stepped_are_refused(options: dict[str, Any]) -> None:
     run_ranks(2, change_too_late, options)
+
+
+def step_twice(rank: int, world: int, options: dict[str, Any]) -> None:
+    """Any other optimizer would step by the same gradients once more. Without gradients, it would do nothing."""
+    pair = Pair(True, optim.SGD, lr=0.05, zero_options=options)
+    pair.zero.step()
+    for step in range(3):
+        assert pair.step(step) == []
+        with pytest.raises(ReductionError, match="a second time"):
+            pair.zero.step()
+        pair.zero.zero_grad()
+        pair.zero.step()
+
+
+@pytest.mark.parametrize("options", [{}, {"stage": 2}, {"partition": "parameter"}], ids=str)
+def test_a_second_step_for_one_backward_is_refused(options: dict[str, Any]) -> None:
+    run_ranks(2, step_twice, options)
 
 
 class Stopped(Exception):

@@ -92,12 +92,12 @@ def test_one_rank_by_itself_goes_on_as_the_plain_optimizer_does() -> None:
     assert run_ranks(1, raise_alone) == [[]]
 
 
-def refuse_before(rank: int, world: int, how: str) -> list[int]:
+def refuse_before(rank: int, world: int, how: str, partition: str) -> list[int]:
     """What is wrong with the last bucket is seen before the first one is stepped."""
     shapes = ((64,), (130, 10))
     model = Given(shapes, torch.float32)
     model.weights.append(torch.nn.Parameter(torch.ones(8, 8, dtype=torch.float64)))  # in a bucket of its own
-    zero = ZeroRedundancyOptimizer(model.parameters(), Brittle, lr=0.1, partition="element")
+    zero = ZeroRedundancyOptimizer(model.parameters(), Brittle, lr=0.1, partition=partition)
     last, before = model.weights[2], sample(model)
     for param in model.parameters():
         param.grad = torch.ones_like(param)
@@ -112,6 +112,6 @@ def refuse_before(rank: int, world: int, how: str) -> list[int]:
     return differing(torch.nn.ParameterList(list(model.weights)[:2]), before[:2])
 
 
-@pytest.mark.parametrize("how", ["sparse", "reshaped"])
-def test_what_cannot_be_stepped_is_refused_before_anything_is(how: str) -> None:
-    assert run_ranks(2, refuse_before, how) == [[]] * 2
+@pytest.mark.parametrize(("how", "partition"), [("sparse", "element"), ("reshaped", "element"), ("reshaped", "parameter")])
+def test_what_cannot_be_stepped_is_refused_before_anything_is(how: str, partition: str) -> None:
+    assert run_ranks(2, refuse_before, how, partition) == [[]] * 2

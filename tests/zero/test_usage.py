@@ -415,7 +415,7 @@ def count_hooks(rank: int, world: int, overlapped: bool) -> Any:
     calls: list[str] = []
 
     def note(what: str) -> Callable[..., None]:
-        return lambda optimizer, args, kwargs: calls.append(what) if optimizer is pair.zero else None
+        return lambda optimizer, args, kwargs: calls.append(what) if args == (pair.zero,) else None
 
     handles = [
         pair.zero.register_step_pre_hook(note("before")),

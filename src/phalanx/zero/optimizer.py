@@ -173,7 +173,9 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
             # A derived class that has its own step is wrapped with the hooks by torch.
             if type(self).step is not ZeroRedundancyOptimizer.step:
                 return self._step(closure, **kwargs)
-            (_, *rest), kwargs = step_hooks.before(self, (self, closure), kwargs)
+            # What was not given, hooks do not see either.
+            given = (self,) if closure is None else (self, closure)
+            (_, *rest), kwargs = step_hooks.before(self, given, kwargs)
             result = self._step(*rest, **kwargs)
             step_hooks.after(self, (self, *rest), kwargs)
             return result
@@ -244,6 +246,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         loss = _evaluate(closure)
         if overlap.reducer and not self._sharded.update.confirm():
             overlap.refuse_unreduced()
+            overlap.refuse_used()
         elif changed := self._settings.changed_since_update():
             raise ConfigError(
                 f"rank {self.rank}: {changed}: too late for this step(), since backward had made the step by then. Change "

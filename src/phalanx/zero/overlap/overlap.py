@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -393,23 +393,30 @@ class Overlap(Listener):
         partition.gathering.finish()
         self.update.end()
 
+    def refuse_used(self) -> None:
+        """Raise if there are gradients that have made an update: any other optimizer would step by them once more."""
+        if self._used.are_there() or (self.gradient_shards is not None and self.gradient_shards.has_means):
+            raise ReductionError(
+                "step() was called a second time for one backward, which made its step by itself. Call it once, or make the "
+                "optimizer with step_in_backward=False."
+            )
+
     def refuse_unreduced(self) -> None:
         """Raise if gradients have been accumulated that no backward has reduced."""
         for number, param in enumerate(self.sharded.table.params):
             grad = param.grad
             waiting = grad.pending is not None if isinstance(grad, ScatteredGradient) else grad is not None
-            if waiting and (self.scatters or self.in_backward):
+            if waiting and not self._used.is_there(param) and (self.scatters or self.in_backward):
                 raise ReductionError(
                     f"step() has nothing to step: {self.sharded.table.names[number]} has a gradient, but no backward has "
                     "reduced it since the last step. Run the last backward of each step outside no_sync()."
                 )
 
 
-def have_been_used(params: Iterable[torch.Tensor]) -> bool:
+def have_been_used(params: Sequence[torch.Tensor]) -> bool:
     """Whether one of these parameters has a gradient that a backward has made an update of."""
-    numbers = frozenset(map(id, params))
-    users = map(_user_of, list(_latest))
-    return any(overlap._used.are_there(numbers) for overlap in users if overlap is not None)
+    users = [overlap for overlap in map(_user_of, list(_latest)) if overlap is not None]
+    return any(overlap._used.is_there(param) for overlap in users for param in params)
 
 
 def _user_of(reducer: Reducer) -> Overlap | None:

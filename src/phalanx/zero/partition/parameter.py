@@ -64,6 +64,12 @@ class BroadcastBucket:
         # Not by the gradients alone: this rank may be without one that others have.
         return any(param.requires_grad or param.grad is not None for param in self.params)
 
+    def check(self) -> None:
+        """Refuse parameters that have become others."""
+        for storage in self.storages:
+            if storage.has_moved:
+                storage.check()
+
     def launch(self, collectives: Collectives) -> Work:
         """Send from the owner to all."""
         # Users may have given parameters other memory since the last step.
@@ -121,6 +127,9 @@ class ParameterPartition(Partition):
         return found
 
     def step(self, local: LocalOptimizer, closure: Any, arguments: dict[str, Any]) -> Any:
+        # Before anything is stepped: what could not be sent afterwards is refused while nothing has changed.
+        for bucket in self.buckets:
+            bucket.check()
         if callable(closure) and self.coupled and self.collectives.world > 1:
             device = self.table.params[0].device
             together = CoupledStep(self.collectives, device, partial(self.share, local))

@@ -44,13 +44,18 @@ class ParameterStorage:
         self.flat = torch.empty(0)
         self._settle()
 
-    def _settle(self) -> None:
+    def check(self) -> None:
+        """Refuse a parameter that has become another one."""
         data = self.param.detach()
         if tuple(data.shape) != self.spec.shape or data.dtype != self.spec.dtype:
             raise MismatchError(
                 f"{self.spec.name} was {self.spec.dtype} of shape {self.spec.shape} when the optimizer was made and is "
                 f"{data.dtype} of shape {tuple(data.shape)} now. Make the optimizer after changing the model."
             )
+
+    def _settle(self) -> None:
+        self.check()
+        data = self.param.detach()
         if self._memory is not None:
             view = unflatten(self._memory, self.spec)
             # What the parameter holds now is taken along: users load weights by giving it other memory.
