@@ -72,8 +72,8 @@ class ShardedOptimizer:
 
     def repartition(self) -> None:
         """Make the partition anew and move the state there. Every rank calls it at the same point; nothing is lost."""
-        # Making it may move parameters into other memory; their values, and the state of the old partition, stay. The model may
-        # be of another dtype by now (`Module.double`), with frozen parameters of which no wrapper's plan tells.
+        # Making it may move parameters into other memory; their values, and the state of the old partition, stay. The
+        # model may be of another dtype by now (`Module.double`), with frozen parameters of which no wrapper's plan tells.
         table = self.table.in_current_dtypes()
         self._move(table, self._make_partition(table))
 
