@@ -14,7 +14,7 @@ from tests.fuzz.runner import Failure, Runner
 from tests.fuzz.script import script_of
 from tests.fuzz.shrink import shrink
 from tests.fuzz.traits import words_of
-from tests.fuzz.wider import draw
+from tests.fuzz.wider import draw, seeds_from
 
 # Drawn together, so that programs for the same ranks and backend fill a batch.
 CHUNK = 160
@@ -58,7 +58,7 @@ def _chunks(given: argparse.Namespace, started: float) -> Iterator[list[Program]
     if given.replay is not None:
         yield [draw(seed) for seed in given.replay]
         return
-    seeds = itertools.count(given.seed) if given.count is None else range(given.seed, given.seed + given.count)
+    seeds = seeds_from(given.seed) if given.count is None else iter(range(given.seed, given.seed + given.count))
     wanted = (program for program in map(draw, seeds) if _is_wanted(program, given))
     wanted = itertools.islice(wanted, given.programs)
     while time.monotonic() - started < given.seconds and (chunk := list(itertools.islice(wanted, CHUNK))):

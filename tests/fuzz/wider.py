@@ -7,7 +7,8 @@ its seed (`tests/mutants/caught.json`).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from tests.fuzz import events as ev
@@ -218,3 +219,11 @@ class Wider(Draw):
 def draw(seed: int) -> Program:
     """The program of this seed, always the same."""
     return (Draw if seed < FIRST else Wider)(seed).program()
+
+
+def seeds_from(first: int) -> Iterator[int]:
+    """Without end, by turns of both ranges unless `first` is in the second: every word comes soon."""
+    for seed in itertools.count(first):
+        yield seed
+        if first < FIRST:
+            yield FIRST + seed

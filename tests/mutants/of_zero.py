@@ -15,8 +15,25 @@ CLIPPING = "src/phalanx/zero/clipping.py"
 OPTIMIZER = "src/phalanx/zero/optimizer.py"
 IN_BACKWARD = "src/phalanx/optim/in_backward.py"
 STORAGE = "src/phalanx/zero/partition/storage.py"
+SHARDED = "src/phalanx/zero/state/sharded_optimizer.py"
 
 MUTATIONS = (
+    Mutation(
+        name="sharded: a group that is added takes back options that were changed",
+        file=SHARDED,
+        old="        self.local.pull(groups)\n",
+        new="",
+        words="Group Rate overlapped",
+        tests="tests/zero/test_changes.py",
+    ),
+    Mutation(
+        name="sharded: a partition made anew is of the dtypes of the first one",
+        file=SHARDED,
+        old="        table = self.table.in_current_dtypes()\n",
+        new="        table = self.table\n",
+        words="Dtype overlapped",
+        tests="tests/zero/test_changes.py",
+    ),
     Mutation(
         name="optimizer: options that a closure changes are lost",
         file=OPTIMIZER,

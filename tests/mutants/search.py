@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from tests.fuzz.program import Program
 from tests.fuzz.runner import Runner
 from tests.fuzz.traits import words_of
-from tests.fuzz.wider import draw
+from tests.fuzz.wider import draw, seeds_from
 
 BATCH = 5
 
@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.replay is not None:
         programs = [draw(seed) for seed in given.replay]
     else:
-        drawn = (draw(seed) for seed in itertools.count() if seed not in given.skip)
+        drawn = (draw(seed) for seed in seeds_from(0) if seed not in given.skip)
         fitting = (program for program in drawn if words_of(program).issuperset(given.words))
         programs = list(itertools.islice(fitting, given.programs))
     failed = False

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.fuzz.traits import words_of
-from tests.fuzz.wider import draw
+from tests.fuzz.wider import FIRST, draw
 from tests.mutants.__main__ import CAUGHT
 from tests.mutants.catalogue import MUTATIONS
 from tests.mutants.mutation import Mutation, Unmatched, mutated
@@ -26,7 +26,7 @@ def test_a_mutation_fits_the_code_as_it_is(mutation: Mutation) -> None:
 
 def test_names_are_different_and_words_are_drawn() -> None:
     assert len({mutation.name for mutation in MUTATIONS}) == len(MUTATIONS)
-    drawn = {word for seed in range(2000) for word in words_of(draw(seed))}
+    drawn = {word for seed in (*range(2000), *range(FIRST, FIRST + 500)) for word in words_of(draw(seed))}
     assert {word for mutation in MUTATIONS for word in mutation.words.split()} <= drawn
 
 

@@ -40,6 +40,8 @@ class Pair:
     def __init__(self, rank: int, world: int, width: int, **options: Any) -> None:
         self.rank, self.world, self.width = rank, world, width
         self.model, self.plain = Turned(width), Turned(width)
+        for model in (self.model, self.plain):
+            model.still = nn.Parameter(torch.ones(3), requires_grad=False)
         self.wrapped = phalanx.DistributedDataParallel(self.model, bucket_cap_mb=4e-6 * width * width)
         options = {"overlap_with_ddp": True, "lr": 0.1, **options}
         self.optimizer = phalanx.ZeroRedundancyOptimizer(self.model.parameters(), optim.SGD, **options)
@@ -54,7 +56,7 @@ class Pair:
         for step, nested in data:
             self.loss(self.wrapped, step, self.rank, nested).backward()
             mean = mean_by_hand(self.plain, self.world, lambda m, r, s=step, n=nested: self.loss(m, s, r, n))
-            total = [one + other for one, other in zip(total, mean, strict=True)]
+            total = [one if other is None else one + other for one, other in zip(total, mean, strict=True)]
         self.optimizer.step()
         with torch.no_grad():
             for param, grad in zip(self.plain.parameters(), total, strict=True):
@@ -80,8 +82,20 @@ def test_training_goes_on_with_a_group_that_was_added(in_backward: bool, width: 
     run_ranks(2, add_group, width, in_backward, backend=backend)
 
 
-def change_dtype(rank: int, world: int, width: int, in_backward: bool) -> None:
-    pair = Pair(rank, world, width, step_in_backward=in_backward)
+def change_rate(rank: int, world: int, options: dict[str, Any]) -> list[float]:
+    optimizer = phalanx.ZeroRedundancyOptimizer([nn.Parameter(torch.ones(8))], optim.SGD, lr=0.5, **options)
+    optimizer.param_groups[0]["lr"] = 0.25
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))], "lr": 0.125})
+    return [group["lr"] for groups in (optimizer.param_groups, optimizer.optim.param_groups) for group in groups]
+
+
+@pytest.mark.parametrize("options", [{}, {"partition": "parameter"}, {"overlap_with_ddp": True}], ids=str)
+def test_a_rate_that_was_changed_before_a_group_was_added_stays(options: dict[str, Any]) -> None:
+    assert run_ranks(2, change_rate, options) == [[0.25, 0.125] * 2] * 2
+
+
+def change_dtype(rank: int, world: int, width: int, in_backward: bool, partition: str) -> None:
+    pair = Pair(rank, world, width, step_in_backward=in_backward, partition=partition)
     for step in range(3):
         pair.train((step, False))
     pair.optimizer.zero_grad()
@@ -94,8 +108,9 @@ def change_dtype(rank: int, world: int, width: int, in_backward: bool) -> None:
 @everywhere
 @widths
 @pytest.mark.parametrize("in_backward", [True, False])
-def test_training_goes_on_in_another_dtype(in_backward: bool, width: int, backend: str) -> None:
-    run_ranks(2, change_dtype, width, in_backward, backend=backend)
+@pytest.mark.parametrize("partition", ["element", "parameter"])
+def test_training_goes_on_in_another_dtype(partition: str, in_backward: bool, width: int, backend: str) -> None:
+    run_ranks(2, change_dtype, width, in_backward, partition, backend=backend)
 
 
 def accumulate_late(rank: int, world: int, width: int, stage: int) -> None:

@@ -6,7 +6,7 @@ Must not know which rank owns what.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -106,6 +106,11 @@ class ParamTable:
         # Tensors are hashed by identity: two parameters with equal values stay two.
         table.index_of = {param: index for index, param in enumerate(table.params)}
         return table
+
+    def in_current_dtypes(self) -> ParamTable:
+        """The same parameters, which may have been converted since the table was made."""
+        specs = tuple(replace(spec, dtype=param.dtype) for spec, param in zip(self.specs, self.params, strict=True))
+        return replace(self, specs=specs)
 
     def by_group(self, tensors: Iterable[tuple[int, torch.Tensor]]) -> list[list[torch.Tensor]]:
         """(parameter, tensor) pairs sorted into the groups of their parameters."""

@@ -79,13 +79,17 @@ class ShardedOptimizer:
         # Whatever may refuse the group comes before anything is changed.
         new = self._make_partition(table)
         self.local.add_group(groups[-1])
+        # Options that were changed since the last step are not in the local optimizer yet, and would be taken back below.
+        self.local.pull(groups)
         self._move(table, new)
         self.local.push(groups)
 
     def repartition(self) -> None:
         """Make the partition anew and move the state there. Every rank calls it at the same point; nothing is lost."""
-        # Making it may move parameters into other memory; their values, and the state of the old partition, stay.
-        self._move(self.table, self._make_partition(self.table))
+        # Making it may move parameters into other memory; their values, and the state of the old partition, stay. The
+        # model may be of another dtype by now (`Module.double`), with frozen parameters of which no wrapper's plan tells.
+        table = self.table.in_current_dtypes()
+        self._move(table, self._make_partition(table))
 
     def _move(self, table: ParamTable, new: Partition) -> None:
         # Also before the first step: some classes (Adagrad) have state from their construction on, and a rank that owns
