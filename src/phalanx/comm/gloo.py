@@ -8,15 +8,19 @@ gather 14 → 8.
 
 from __future__ import annotations
 
+import os
 import threading
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from .collectives import Work, as_real
+from .failure.board import FailureBoard, board_of
 from .torch_backend import TorchCollectives
 
 # Below this, the latency of several messages costs more than their traffic saves.
@@ -131,12 +135,39 @@ class SeveralWorks:
         return torch.futures.collect_all([work.get_future() for work in self._works])
 
 
+# Of messages that nobody sends.
+_NEVER_SENT = 0x7068616C
+
+
+def _is_cut_off(known: Callable[[], dist.ProcessGroup | None], place: int) -> bool:
+    """Whether gloo has lost the connection to a rank: to ask for a message from it is refused at once then.
+
+    For one who waits in the store, where nothing is under way that would be broken off. What is asked for is never waited
+    for, which would end the group at the time limit, and forgotten at once.
+    """
+    group: Any = known()
+    if group is None or os.environ.get("TORCH_GLOO_LAZY_INIT", "0") not in ("", "0"):
+        return False  # gloo would now begin to connect, and wait for that
+    try:
+        group.recv([torch.empty(1, dtype=torch.uint8)], place, _NEVER_SENT)
+    except RuntimeError:
+        return True
+    return False
+
+
 class GlooCollectives(TorchCollectives):
     """Collectives of one gloo group."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(group)
         self._spares = Spares()
+
+    @cached_property
+    def board(self) -> FailureBoard:
+        """As of any collectives; it asks gloo about ranks of which it knows nothing."""
+        board = board_of(self.group)
+        board.is_cut_off = partial(_is_cut_off, weakref.ref(self.group))  # weak: the board goes with its group
+        return board
 
     def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, scale: float = 1.0) -> Work:
         if scale != 1.0:
