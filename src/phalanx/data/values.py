@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
@@ -69,11 +70,25 @@ class Exchange:
         device = away[0] if away else self.device
         flat = [leaf.to(device, _wide(device)).reshape(-1) for leaf in leaves]
         share = share.to(device, _wide(device))
+        form = _form(value)
         # A rank that counts nothing must not spoil the others' sum, were its value infinite or no number.
-        packed = torch.cat([torch.where(share > 0, one * share, 0.0) for one in flat] + [share])
+        packed = torch.cat([torch.where(share > 0, one * share, 0.0) for one in flat] + [share, _mark(form).to(share)])
         self._sum(packed)
-        means = iter((packed[:-1] / packed[-1]).split([leaf.numel() for leaf in leaves]))
+        summed, total, marks = packed.split([packed.numel() - 3, 1, 2])
+        # On a device, the host would have to wait in order to look.
+        if device.type == "cpu" and not torch.equal(marks, self.world * _mark(form)):
+            self._raise_other_forms(form)
+        means = iter((summed / total).split([leaf.numel() for leaf in leaves]))
         return _map_numbers(value, lambda leaf: _like(leaf, next(means)))
+
+    def _raise_other_forms(self, form: str) -> None:
+        """Every rank is here: no rank's sums can be those of all, unless all marks are the same."""
+        forms = self.all_objects(form)
+        said = "; ".join(f"{one} from rank {rank}" for rank, one in enumerate(forms) if rank == 0 or one != forms[0])
+        raise MismatchError(
+            f"rank {self.rank}: a mean of values that do not belong together: {said}. Give every rank the same entries, of "
+            "the same shapes, in the same order."
+        )
 
     def gather(self, value: Any) -> Any:
         """Every rank's value on every rank, in order of ranks.
@@ -184,6 +199,21 @@ class FirstOnly:
 
         on_first.__name__, on_first.__doc__ = function.__name__, function.__doc__
         return on_first
+
+
+def _form(value: Any) -> str:
+    """What the numbers in `value` are called: keys, places and shapes, in words."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key!r}: {_form(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_form, value)) + "]"
+    return str(list(value.shape)) if isinstance(value, Tensor) and value.dim() else "number"
+
+
+def _mark(form: str) -> Tensor:
+    """A number for a form, and its square. Of ranks whose numbers differ, no rank's two are the means of all."""
+    number = zlib.crc32(form.encode()) >> 12  # 20 bits, so that sums of squares are exact
+    return torch.tensor([number, number * number], dtype=torch.float64)
 
 
 def _wide(device: torch.device) -> torch.dtype:
