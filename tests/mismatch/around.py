@@ -173,6 +173,12 @@ def loader_moved(change: Callable[[Loader], None]) -> Row:
     return row
 
 
+def averaged(world: Odd) -> None:
+    """As many numbers everywhere, which are not called the same."""
+    exchange = Exchange(world.rank, world.num_ranks, torch.device("cpu"))
+    exchange.mean({"loss": 1.0, world.pick("accuracy", "error"): torch.ones(2)})
+
+
 def skip_ahead(made: Loader) -> None:
     made.load_state_dict({**made.state_dict(), "epoch": 1, "position": 6, "order": ""})
 
@@ -326,6 +332,7 @@ ROWS: dict[str, tuple[Row, str]] = {
     "loader's model": (loader({"without": True}), "model not given"),
     "loader's epoch": (loader_moved(lambda made: made.set_epoch(7)), "rank 1 is at epoch 7"),
     "loader's place": (loader_moved(skip_ahead), "position 6"),
+    "entries of a mean": (averaged, "{'loss': number, 'error': [2]} from rank 1"),
     "checkpoint's step": (saved(saves(2), saves(3)), "save(step=3)"),
     "checkpoint saved or restored": (saved(saves(2), restores()), "restore(step=None)"),
     "checkpoint's step restored": (saved(restores(), restores(step=1)), "restore(step=1)"),

@@ -13,6 +13,13 @@ VALUES = "src/phalanx/data/values.py"
 
 MUTATIONS = (
     Mutation(
+        name="values: a mean takes whatever the other ranks call by the same place",
+        file=VALUES,
+        old='        if device.type == "cpu" and not torch.equal(marks, self.world * _mark(form)):\n',
+        new='        if device.type == "meta" and not torch.equal(marks, self.world * _mark(form)):\n',
+        tests="tests/mismatch/test_mismatch.py",
+    ),
+    Mutation(
         name="data: the rest of an epoch is not divided evenly",
         file=DEAL,
         old="    return start, start + size + (rank < more)\n",

@@ -11,10 +11,12 @@ Must not know of gradients, buckets or steps.
 
 from __future__ import annotations
 
+import os
 import threading
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -24,6 +26,7 @@ from torch.distributed.distributed_c10d import AllgatherOptions, BroadcastOption
 from ..errors import CommunicationError, PhalanxError
 from .collectives import Collectives, Work, as_real
 from .failure.agreement import StoreAgreement, agreement_of
+from .failure.board import FailureBoard, board_of
 from .group.direct import collectives_of
 from .memory.pages import zeros_in_pages
 
@@ -126,12 +129,39 @@ class TorchCollectives(Collectives):
 # -- gloo ------------------------------------------------------------------------------------------
 
 
+# Of messages that nobody sends.
+_NEVER_SENT = 0x7068616C
+
+
+def _is_cut_off(known: Callable[[], dist.ProcessGroup | None], place: int) -> bool:
+    """Whether gloo has lost the connection to a rank: to ask for a message from it is refused at once then.
+
+    For one who waits in the store, where nothing is under way that would be broken off. What is asked for is never waited
+    for, which would end the group at the time limit, and forgotten at once.
+    """
+    group: Any = known()
+    if group is None or os.environ.get("TORCH_GLOO_LAZY_INIT", "0") not in ("", "0"):
+        return False  # gloo would now begin to connect, and wait for that
+    try:
+        group.recv([torch.empty(1, dtype=torch.uint8)], place, _NEVER_SENT)
+    except RuntimeError:
+        return True
+    return False
+
+
 class GlooCollectives(TorchCollectives):
     """Collectives of one gloo group."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(group)
         self._spares = Spares()
+
+    @cached_property
+    def board(self) -> FailureBoard:
+        """As of any collectives; it asks gloo about ranks of which it knows nothing."""
+        board = board_of(self.group)
+        board.is_cut_off = partial(_is_cut_off, weakref.ref(self.group))  # weak: the board goes with its group
+        return board
 
     def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, scale: float = 1.0) -> Work:
         if scale != 1.0:

@@ -75,24 +75,30 @@ class Exchange:
         device = away[0] if away else self.device
         flat = [leaf.to(device, _wide(device)).reshape(-1) for leaf in leaves]
         share = share.to(device, _wide(device))
+        form = _form(value)
         # A rank that counts nothing must not spoil the others' sum, were its value infinite or no number.
         counted = [torch.where(share > 0, one * share, 0.0) for one in flat]
-        form = _form_mark(value, device)
-        packed = torch.cat([*counted, share, form])
+        mark = _mark(form, device)
+        packed = torch.cat([*counted, share, mark])
         self._sum(packed)
-        numbers, total, forms = packed[:-3], packed[-3], packed[-2:]
-        means = iter(self._of_one_form(numbers / total, forms == self.world * form).split([leaf.numel() for leaf in leaves]))
+        numbers, total, marks = packed[:-3], packed[-3], packed[-2:]
+        agreed = self._of_one_form(numbers / total, marks == self.world * mark, form)
+        means = iter(agreed.split([leaf.numel() for leaf in leaves]))
         return _map_numbers(value, lambda leaf: _like(leaf, next(means)))
 
-    def _of_one_form(self, means: Tensor, agrees: Tensor) -> Tensor:
+    def _of_one_form(self, means: Tensor, agrees: Tensor, form: str) -> Tensor:
         if means.device.type != "cpu":
+            # The host would have to wait in order to look.
             return torch.where(agrees.all(), means, torch.nan)
-        if not bool(agrees.all()):
-            raise MismatchError(
-                f"rank {self.rank}: the ranks put values of different forms together in a mean: other keys, lengths or "
-                "shapes. Pass the same ones on every rank, with weight=0 where a rank has nothing to say."
-            )
-        return means
+        if bool(agrees.all()):
+            return means
+        # Every rank is here: no rank's sums can be those of all, unless all marks are the same.
+        forms = self.all_objects(form)
+        said = "; ".join(f"{one} from rank {rank}" for rank, one in enumerate(forms) if rank == 0 or one != forms[0])
+        raise MismatchError(
+            f"rank {self.rank}: the ranks put values of different forms together in a mean: {said}. Pass the same entries, "
+            "of the same shapes, on every rank, with weight=0 where a rank has nothing to say."
+        )
 
     def gather(self, value: Any) -> Any:
         """Every rank's value on every rank, in order of ranks.
@@ -242,23 +248,23 @@ def _map_numbers(value: Any, change: Callable[[Any], Any]) -> Any:
     )
 
 
-def _form_mark(value: Any, device: torch.device) -> Tensor:
+def _mark(form: str, device: torch.device) -> Tensor:
     """Two numbers whose sums over the ranks are `world` times one's own only if all have the same: m and m².
 
     Small enough that their sums are exact.
     """
     bits = 20 if _wide(device) is torch.float64 else 8
-    mark = int.from_bytes(hashlib.blake2b(_form(value).encode(), digest_size=4).digest(), "little") % 2**bits
+    mark = int.from_bytes(hashlib.blake2b(form.encode(), digest_size=4).digest(), "little") % 2**bits
     return torch.tensor([mark, mark * mark], dtype=_wide(device), device=device)
 
 
 def _form(value: Any) -> str:
-    """Keys, lengths and shapes of what a mean is made of."""
+    """Keys, lengths and shapes of what a mean is made of, in words."""
     if isinstance(value, Mapping):
-        return "{" + ",".join(f"{key!r}:{_form(value[key])}" for key in sorted(value, key=repr)) + "}"
+        return "{" + ", ".join(f"{key!r}: {_form(value[key])}" for key in sorted(value, key=repr)) + "}"
     if isinstance(value, list | tuple):
-        return "[" + ",".join(map(_form, value)) + "]"
-    return str(tuple(value.shape)) if isinstance(value, Tensor) else "()"
+        return "[" + ", ".join(map(_form, value)) + "]"
+    return str(list(value.shape)) if isinstance(value, Tensor) and value.dim() else "number"
 
 
 def _in_words(kind: str, told: Any) -> str:

@@ -97,6 +97,8 @@ class FailureBoard:
         # How often each kind of exchange took place. Every rank takes part in all of them, so the numbers agree, and
         # what was said at one of them is never taken for an answer at the next.
         self._times: Counter[str] = Counter()
+        # Whether the transport has lost its connection to a rank, by its place in the group; where it can be asked.
+        self.is_cut_off: Callable[[int], bool] = lambda place: False
         self.is_quick = False  # whether the transport itself carries failures, so that nobody need read them here
         self._knows = False
         self._gone: set[int] = set()  # ranks for which nobody need wait any more
@@ -174,16 +176,21 @@ class FailureBoard:
         return {}
 
     def ended(self, ranks: Collection[int]) -> list[int]:
-        """Those of `ranks` that have left the group, or whose processes of this host are known to have ended."""
-        found = []
+        """Those of `ranks` that are known to have left the group, or to have ended."""
         with contextlib.suppress(RuntimeError, OSError):
-            for rank in ranks:
-                # Read each time: a rank that leaves says so in the same place.
-                if self._store.check([f"process/{rank}"]):
-                    process = json.loads(self._store.get(f"process/{rank}"))
-                    if process.get("left") or has_ended(process, self._process["host"]):
-                        found.append(rank)
-        return found
+            return [rank for rank in ranks if self._has_ended(rank)]
+        return []
+
+    def _has_ended(self, rank: int) -> bool:
+        # Read each time: a rank that leaves says so in the same place.
+        if self._store.check([f"process/{rank}"]):
+            process = json.loads(self._store.get(f"process/{rank}"))
+            if process.get("left") or has_ended(process, self._process["host"]):
+                return True
+            if process["host"] == self._process["host"]:
+                return False
+        # Of another host, or ended before it had a board: a script made the group by itself.
+        return self.is_cut_off(self.members.index(rank))
 
     def _written(self, kind: str) -> dict[int, str]:
         others = [rank for rank in self.members if rank != self.rank]
