@@ -14,6 +14,7 @@ import pytest
 
 from phalanx.cli.main import main
 from phalanx.cli.status_line import StatusLine
+from phalanx.comm.failure.processes import identity
 from phalanx.launch.records import status
 from phalanx.launch.records.runs import list_runs, newest
 from phalanx.launch.records.status import RankStatus
@@ -160,3 +161,40 @@ def test_no_status_line_where_nobody_looks(tmp_path: Path, monkeypatch: pytest.M
         time.sleep(0.01)
     line.stop()
     assert "\x1b[2K" not in plain.getvalue() and plain.getvalue().startswith("phalanx: step 40 · ")
+
+
+def make_status(run: Path, **changes: Any) -> None:
+    folder = run / "attempt-0" / "rank-00000"
+    folder.mkdir(parents=True)
+    numbers = {"rank": 0, "for_s": 1, "step": 3, "steps_per_s": 1, "waiting": 0.1, "samples_per_s": 1, "resident": 1}
+    record = {**numbers, "state": "computing", "loss": None, "wall_s": time.time(), **changes}
+    (folder / "status.json").write_text(json.dumps(record))
+
+
+@pytest.mark.parametrize(
+    ("facts", "said", "message"),
+    [
+        ({"nproc": "two"}, {}, "is malformed"),
+        ({"nproc": None}, {}, "is malformed"),
+        ({"nodes": 5}, {}, "is malformed"),
+        ({}, {"resident": 10**400}, "is malformed"),
+        ({}, {"state": "[/red] \x1b[2J"}, ""),
+        ({"state": "running", "pid": 10**30, "host": socket.gethostname()}, {}, ""),
+    ],
+)
+def test_a_folder_that_holds_what_no_run_writes_is_told_of_in_a_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], facts: dict[str, Any], said: dict[str, Any], message: str
+) -> None:
+    run = make_run(tmp_path, "20260101-000000-foreign", **facts)
+    make_status(run, **said)
+    assert ended("runs", "--run-dir", str(tmp_path)) == 0, "one such folder does not hide the others"
+    assert ended("top", "--once", str(run)) == (2 if message else 0)
+    seen = capsys.readouterr()
+    assert message in seen.err and "\x1b[2J" not in seen.out
+
+
+def test_a_process_that_has_the_launchers_number_is_not_taken_for_it(tmp_path: Path) -> None:
+    here = {"state": "running", "pid": os.getpid(), "host": socket.gethostname()}
+    make_run(tmp_path, "20260102-000000-mine", **here, process=identity())
+    make_run(tmp_path, "20260101-000000-other", **here, process={**identity(), "began": "1"})
+    assert [run.state for run in list_runs(tmp_path)] == ["running", "launcher gone"]

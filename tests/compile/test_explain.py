@@ -91,3 +91,18 @@ def test_what_is_foretold_for_a_wrapper_is_what_happens() -> None:
     for (before, after, through), foretold, happened, in_force in run_ranks(2, before_and_after):
         assert before == after == through
         assert foretold == happened == in_force
+
+
+def test_explaining_often_leaves_room_for_the_graphs_that_train() -> None:
+    """Dynamo keeps a few graphs per function, and runs without any of them what is asked for after that."""
+    torch._dynamo.reset()
+    model, inputs = zoo.make("mlp"), zoo.batch(0, 0)[0]
+    captured = []
+
+    def keep(graph: torch.fx.GraphModule, examples: Any) -> Any:
+        captured.append(graph)
+        return graph.forward
+
+    found = {str(explain(model, inputs, compiler="aot_eager", caps=CAPS)) for _ in range(10)}
+    torch.compile(model, backend=keep)(inputs)
+    assert len(found) == 1 and captured

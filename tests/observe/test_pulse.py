@@ -153,3 +153,40 @@ def test_a_display_that_follows_a_run_shows_the_reports_own_number(tmp_path: Pat
     with RecentTraces(root / "attempt-0", window_s=0.1) as traces:
         recent = traces.look()[0].spans
         assert 0 < len(recent) < 30 and max(span.end for span in recent) - min(span.end for span in recent) < 1e8
+
+
+def test_a_step_that_raised_does_not_hide_those_after_it(fresh: Pulse, tmp_path: Path) -> None:
+    recorder = trace.start(tmp_path, 0, 1)
+    steps = seen._Steps(recorder)
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+    steps.before(optimizer)  # and nobody tells of its end
+    for _ in range(3):
+        steps.before(optimizer)
+        steps.after(optimizer)
+    trace.stop()
+    assert fresh.updates == 3
+    (rank,) = load(tmp_path).ranks
+    assert len(rank.named(trace.OPTIMIZER)) == 3 and not rank.named(trace.WAITING)
+
+
+def test_a_complex_number_that_backward_is_called_on_is_no_loss(tmp_path: Path) -> None:
+    backward = torch.Tensor.backward
+    recorder = trace.start(tmp_path, 0, 1)
+    seen.see_losses(recorder)
+    try:
+        value = torch.ones(1, dtype=torch.complex64, requires_grad=True)
+        (value * 2).backward(gradient=torch.ones(1, dtype=torch.complex64))
+    finally:
+        torch.Tensor.backward = backward  # type: ignore[method-assign]
+        trace.stop()
+    assert value.grad is not None
+
+
+def test_steps_per_second_are_never_below_0(fresh: Pulse, tmp_path: Path) -> None:
+    """Optimizer steps are counted until there are passes, which begin at 1."""
+    beat = Beat(str(tmp_path / "status.json"), 0)
+    fresh.updates = 10
+    beat.record()
+    fresh.passes = 1
+    assert beat.record()["steps_per_s"] == 0.0
+    beat.close()

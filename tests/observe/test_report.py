@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -231,6 +233,38 @@ def test_perfetto_rows_hold_no_crossing_spans(tmp_path: Path) -> None:
     assert len({event["tid"] for event in reduces}) == 2
     assert next(event for event in complete if event["name"] == "backward")["dur"] == 12_000
     assert next(event for event in found if event["ph"] == "C")["args"] == {"value": 2.0}
+
+
+def test_tensorboard_gets_each_point_at_its_own_moment_and_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of a rank that began later than the run: its file's clock readings are of another moment."""
+    points: list[tuple[str, int, float]] = []
+
+    class Writer:
+        def __init__(self, folder: str) -> None: ...
+
+        def __enter__(self) -> Writer:
+            return self
+
+        def __exit__(self, *exception: object) -> None: ...
+
+        def add_scalar(self, name: str, value: float, step: int, walltime: float) -> None:
+            points.append((name, step, walltime))
+
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=Writer))
+    first = [["scalar", "a", 1_000 * MS, None, 1.0], ["scalar", "b", 2_000 * MS, None, 1.0]]
+    write_trace(tmp_path, 0, 2, [*first, ["scalar", "a", 3_000 * MS, None, 1.0]], perf_ns=0, wall_ns=50_000 * MS)
+    write_trace(tmp_path, 1, 2, [["scalar", "a", 9_000 * MS, 7, 1.0]], perf_ns=8_000 * MS, wall_ns=58_000 * MS)
+    assert tensorboard.export(load(tmp_path), tmp_path / "board") == 4
+    assert points == [("a", 0, 51.0), ("b", 0, 52.0), ("a", 1, 53.0), ("a", 7, 59.0)]
+
+
+def test_a_trace_that_was_cut_off_before_its_header_is_a_missing_one(tmp_path: Path) -> None:
+    write_run(tmp_path, num_steps=2)
+    (trace_file,) = tmp_path.rglob("trace-rank00001.jsonl")
+    trace_file.write_text("")
+    run = load(tmp_path)
+    assert [rank.rank for rank in run.ranks] == [0]
+    assert "No trace of rank 1 of 2" in report.render(run)
 
 
 def test_tensorboard_is_written_or_its_absence_told(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -166,3 +167,23 @@ def test_memory_is_sampled_by_the_recorder_itself(tmp_path: Path) -> None:
     trace.stop()
     samples = named(recorder.path, trace.RESIDENT_BYTES)
     assert samples and isinstance(samples[0][4], int) and samples[0][4] > 1_000_000
+
+
+def test_a_full_disk_ends_the_trace_and_not_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = trace.start(tmp_path, rank=0, world=1)
+    recorder.scalar("before", 0, 1.0)
+    recorder.flush()
+
+    def full(descriptor: int, data: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(trace.os, "write", full)
+        recorder.scalar("during", 0, 1.0)
+        with pytest.warns(UserWarning, match=r"rank 0: .*jsonl cannot be written any more \(No space left"):
+            recorder.flush()
+    for step in range(1000):
+        recorder.scalar("after", step, 1.0)
+    assert not recorder._events, "what nobody will write takes no memory"
+    trace.stop()
+    assert named(recorder.path, "before") and not named(recorder.path, "after")

@@ -203,3 +203,16 @@ def test_momentum_steps_without_a_copy_of_parameters_or_gradients() -> None:
     packed = [pack.flat.clone() for pack in packer._packs]
     packer.step(dict(zip(ours, gradients(ours, 1), strict=True)))
     assert packed and all(torch.equal(pack.flat, was) for pack, was in zip(packer._packs, packed, strict=True))
+
+
+@pytest.mark.parametrize("kind", [optim.SGD, optim.Adam])
+def test_hooks_of_the_optimizer_itself_run_once_per_step(kind: Any) -> None:
+    """An owner's optimizer may come from a function that registers them; packed, nobody would call them."""
+    ours = params()
+    optimizer, calls = kind(ours, lr=0.1), []
+    packer = Packer(optimizer)
+    packer.step(dict(zip(ours, gradients(ours, 0), strict=True)))
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+    assert packer.step(dict(zip(ours, gradients(ours, 1), strict=True))) == len(ours)
+    assert calls == ["before", "after"]

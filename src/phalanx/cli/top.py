@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from phalanx.cli.console import bytes_in_words, console, visible
-from phalanx.errors import ConfigError
+from phalanx.errors import ConfigError, PhalanxError, StateError
 from phalanx.launch.elastic.history import tell
 from phalanx.launch.elastic.story import Story
 from phalanx.launch.records import status
@@ -37,16 +37,29 @@ def command(run_dir: str | None, once: bool, parent: str) -> int:
         raise ConfigError(f"{path} is no run directory. `phalanx runs` lists those there are.")
     terminal = console()
     if once or not terminal.is_terminal:
-        terminal.print(view(directory))
+        terminal.print(_seen(directory))
         return 0
     from rich.live import Live
 
     with Live(console=terminal, auto_refresh=False) as live:
         while True:
-            live.update(view(directory), refresh=True)
+            live.update(_seen(directory), refresh=True)
             if not RunInfo(path, directory.facts(), 0.0).is_running:
                 return 0
             time.sleep(_REFRESH_S)
+
+
+def _seen(directory: RunDirectory) -> RenderableType:
+    """The view, or what is wrong with the folder in words: it may be anybody's, and hold anything."""
+    try:
+        return view(directory)
+    except PhalanxError:
+        raise
+    except (ArithmeticError, AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise StateError(
+            f"{directory.root} is malformed: its record holds what no run writes ({type(error).__name__}: {error}). "
+            "`phalanx runs` lists the runs there are."
+        ) from error
 
 
 def view(directory: RunDirectory) -> RenderableType:
@@ -60,7 +73,7 @@ def view(directory: RunDirectory) -> RenderableType:
     ranks = status.read(directory, story)
     world = int(info.facts.get("nproc", 1)) * int((info.facts.get("nodes") or [1, 1])[1])
     head = Text(f"{directory.root.name}  ", style="bold")
-    head.append(info.state, style="green" if info.is_running or info.state == "finished" else "red")
+    head.append(visible(info.state), style="green" if info.is_running or info.state == "finished" else "red")
     head.append(f"  {status.line(ranks, world, story)}")
     table = Table(box=None, padding=(0, 2), pad_edge=False, header_style="dim")
     for title in ("rank", *(["worker", "pid"] if story else []), "step", "steps/s", "samples/s", "waiting", "memory"):
@@ -102,14 +115,17 @@ def _row(one: RankStatus) -> tuple[str, ...]:
 
 
 def _now(one: RankStatus, ranks: list[RankStatus]) -> str:
+    from rich.markup import escape
+
+    state = escape(visible(one.state))
     if one.state == "ended":
         return "has ended"
     if one.silent_s:
         return f"[red]silent for {one.silent_s:.0f} s[/]"
     held_up = status.waited_for(ranks)
     if one.rank in held_up:
-        return f"[yellow]{one.state} for {one.for_s:.0f} s; the others wait for it[/]"
+        return f"[yellow]{state} for {one.for_s:.0f} s; the others wait for it[/]"
     if held_up and one.state == "waiting":
         return f"waiting for rank {', '.join(map(str, held_up))} since {one.for_s:.0f} s"
     late = status.slowest(ranks)
-    return "[yellow]the slowest[/]" if late is not None and late.rank == one.rank else one.state
+    return "[yellow]the slowest[/]" if late is not None and late.rank == one.rank else state

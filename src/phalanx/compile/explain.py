@@ -6,7 +6,6 @@ communicated and nothing of the model changes.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,8 +18,6 @@ from ..plan import BucketCaps, BucketPlan, build_plan, specs_of
 from .backend import phalanx_backend
 from .capture import Capture
 from .explanation import Explanation, describe
-
-_serial = itertools.count()
 
 
 def explain(
@@ -63,8 +60,9 @@ class _Pretended:
     def __init__(self, params: list[torch.nn.Parameter], plan: BucketPlan) -> None:
         self.params = params
         self.plan = plan
-        # One of its own, so that dynamo never takes what is compiled here for training.
-        self.cut_key = f"explain {next(_serial)}"
+        # One of its own, so that dynamo never takes what is compiled here for training; but the same for the same cuts.
+        # Dynamo keeps a few graphs per function: explaining often would leave no room for those that train.
+        self.cut_key = f"explain {plan.hash}"
         self.choose_buckets: Any = None
 
     @property

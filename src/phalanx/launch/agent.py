@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from phalanx.comm.failure.processes import identity
 from phalanx.comm.failure.waiting import Notice
 from phalanx.errors import ConfigError
 from phalanx.launch.elastic.history import History
@@ -281,6 +282,7 @@ def _opening_facts(settings: LaunchSettings) -> dict[str, Any]:
         "started_ns": time.time_ns(),
         "pid": os.getpid(),
         "host": socket.gethostname(),
+        "process": identity(),
         "state": "running",
     }
 

@@ -115,7 +115,7 @@ def load(path: str | Path) -> Run:
         raise StateError(
             f"{root} holds no run: neither run.json nor trace files. Name a directory that `phalanx run --trace` wrote."
         )
-    raw = [_read(file) for file in files]
+    raw = [one for one in map(_read, files) if one is not None]
     for one in raw:
         _check(one)
     try:
@@ -134,11 +134,15 @@ class _RawTrace:
     events: list[list[Any]]
 
 
-def _read(path: Path) -> _RawTrace:
+def _read(path: Path) -> _RawTrace | None:
+    """A rank's trace; None if it was cut off, by a full disk or a kill, before its first line was whole."""
     refuse_special(path)
     with open(path, encoding="utf-8", errors="replace") as file:
+        first = file.readline()
+        if not first:
+            return None
         try:
-            header = json.loads(file.readline())
+            header = json.loads(first)
             version = header["phalanx_trace"]
         except (ValueError, KeyError, TypeError, RecursionError):
             raise StateError(f"{path} is not a phalanx trace: its first line is no header") from None

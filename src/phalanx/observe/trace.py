@@ -21,6 +21,7 @@ import platform
 import sys
 import threading
 import time
+import warnings
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -107,7 +108,21 @@ class Recorder:
             while self._events:
                 lines.append(_encode(self._events.popleft()))
             if lines and self._descriptor >= 0:
-                self._write("\n".join(lines) + "\n")
+                try:
+                    self._write("\n".join(lines) + "\n")
+                except OSError as error:
+                    self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        """The file cannot be written any more. Training goes on, and what is recorded from now on takes no memory."""
+        os.close(self._descriptor)
+        self._descriptor = -1
+        self._events = deque(maxlen=0)
+        warnings.warn(
+            f"rank {self.rank}: {self.path} cannot be written any more ({error.strerror or error}): the trace ends here, "
+            "training goes on.",
+            stacklevel=2,
+        )
 
     def close(self) -> None:
         """Write what is left and close the file. Closing twice is harmless; later events are dropped."""

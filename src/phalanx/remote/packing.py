@@ -100,6 +100,12 @@ class Packer:
     def step(self, gradients: Mapping[Tensor, Tensor]) -> int:
         """Apply `gradients` once; parameters not in it stay untouched. Returns how many were updated."""
         with torch.no_grad():
+            if _has_own_ways(self.optimizer):
+                self.unpack()
+                loose = self._gather_loose(gradients)
+                if loose:
+                    self._step_loose(loose)
+                return len(loose)
             if self._is_bare_sgd():
                 return self._step_bare_sgd(gradients)
             packed = self._gather_packed(gradients)
@@ -269,6 +275,13 @@ class Packer:
         finally:
             for param, grad in zip(params, found, strict=True):
                 param.grad = grad
+
+
+def _has_own_ways(optimizer: Optimizer) -> bool:
+    """Whether this one object does more in a step than its class: hooks of its own, or a method in the place of `step`."""
+    return bool(
+        optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks or "step" in vars(optimizer)
+    )
 
 
 def _has_extras(group: Mapping[str, Any]) -> bool:

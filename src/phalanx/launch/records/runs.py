@@ -8,10 +8,12 @@ from __future__ import annotations
 import os
 import shutil
 import socket
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from phalanx.comm.failure.processes import began, identity
 from phalanx.errors import ConfigError, StateError
 from phalanx.launch.rundir import FACTS, RunDirectory
 
@@ -31,8 +33,11 @@ class RunInfo:
         if self.facts.get("state") != "running":
             return False
         pid = self.facts.get("pid")
-        if not isinstance(pid, int) or self.facts.get("host") != socket.gethostname():
+        # A folder from elsewhere may say anything: what cannot be the number of a process is none.
+        if not isinstance(pid, int) or not 0 < pid < 2**31 or self.facts.get("host") != socket.gethostname():
             return True
+        if self._is_another(pid):
+            return False
         try:
             os.kill(pid, 0)
         except ProcessLookupError:
@@ -40,6 +45,13 @@ class RunInfo:
         except PermissionError:
             return True
         return True
+
+    def _is_another(self, pid: int) -> bool:
+        """Whether process `pid` is known not to be the launcher: numbers are used again, in containers soon."""
+        recorded = self.facts.get("process")
+        if not isinstance(recorded, dict) or recorded.get("host") != identity()["host"]:
+            return False
+        return bool(recorded.get("began")) and recorded["began"] != began(pid)
 
     @property
     def state(self) -> str:
@@ -53,7 +65,15 @@ class RunInfo:
 
     def num_bytes(self) -> int:
         """What its files take on the disk."""
-        return sum(path.lstat().st_size for path in self.path.rglob("*") if path.is_file() and not path.is_symlink())
+        return sum(map(_size, self.path.rglob("*")))
+
+
+def _size(path: Path) -> int:
+    try:
+        status = path.lstat()
+    except OSError:
+        return 0  # removed meanwhile, or not ours to see
+    return status.st_size if stat.S_ISREG(status.st_mode) else 0
 
 
 def list_runs(parent: str | os.PathLike[str]) -> list[RunInfo]:

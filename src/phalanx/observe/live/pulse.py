@@ -136,7 +136,8 @@ class Beat:
             "state": pulse.state,
             "for_s": round((now - pulse.since_ns) / 1e9, 3),
             "step": pulse.steps,
-            "steps_per_s": round((pulse.steps - then[1]) / seconds, 4),
+            # Never below 0: steps count updates until there are passes, which may be fewer.
+            "steps_per_s": round(max(0, pulse.steps - then[1]) / seconds, 4),
             "waiting": round((waited - then[2]) / 1e9 / seconds, 4),
             "samples_per_s": round((pulse.samples - then[3]) / seconds, 2),
             "loss": pulse.loss,

@@ -25,31 +25,32 @@ class _Steps:
 
     def __init__(self, recorder: trace.Recorder | None) -> None:
         self._recorder = recorder
-        self._depth = 0
+        # When each step under way was begun, by optimizer, the outer one first.
         self._started: dict[int, int] = {}
         self._counts: dict[int, int] = {}
         self._inner_ended_ns = 0
 
     def before(self, optimizer: Optimizer, *arguments: Any) -> None:
-        if self._depth == 0:
+        if id(optimizer) in self._started:
+            self._started.clear()  # a step that raised is told of by nobody; the next one begins anew
+        if not self._started:
             self._inner_ended_ns = 0
-        self._depth += 1
         self._started[id(optimizer)] = trace.now_ns()
 
     def after(self, optimizer: Optimizer, *arguments: Any) -> None:
-        self._depth = max(0, self._depth - 1)
         start = self._started.pop(id(optimizer), None)
-        pulse.updates += self._depth == 0
+        is_outer = not self._started
+        pulse.updates += is_outer
         if self._recorder is None:
             return
         now = trace.now_ns()
-        if self._depth == 0 and self._inner_ended_ns:
+        if is_outer and self._inner_ended_ns:
             self._recorder.span(trace.WAITING, self._inner_ended_ns, now)
         elif start is not None:
             self._recorder.span(trace.OPTIMIZER, start, now)
         self._inner_ended_ns = now
         count = self._counts[id(optimizer)] = self._counts.get(id(optimizer), 0) + 1
-        if self._depth == 0 and count in _LOOKS_AT_MEMORY:
+        if is_outer and count in _LOOKS_AT_MEMORY:
             self._recorder.fact(trace.MEMORY, memory_of(optimizer))
 
 
@@ -97,7 +98,7 @@ def see_losses(recorder: trace.Recorder) -> None:
     def seen(self: torch.Tensor, *arguments: Any, **options: Any) -> None:
         nonlocal count
         backward(self, *arguments, **options)
-        if self.numel() != 1:
+        if self.numel() != 1 or self.is_complex():
             return
         for step, value in waiting:
             _record(recorder, step, value)

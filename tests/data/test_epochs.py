@@ -1,0 +1,111 @@
+"""What would go wrong from one epoch, loop or process to the next without a word."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, RandomSampler, get_worker_info
+
+import phalanx
+from phalanx.data.loader import Loader
+from phalanx.errors import StateError
+from tests.cluster import run_ranks
+from tests.data.test_loader import Numbers, lists, make
+
+pytestmark = pytest.mark.timeout(90)
+
+
+def test_two_loops_at_once_are_refused() -> None:
+    """Each would take up what the other has left, and samples would be left out."""
+    loader = make(0, 1, DataLoader(Numbers(6), 1))
+    with pytest.raises(StateError, match="rank 0: a loop over this loader goes on after another one"):
+        for _ in loader:
+            assert lists(loader) == [[0], [1], [2], [3], [4], [5]]
+    kept = iter(loader)
+    next(kept)
+    assert len(lists(loader)) == 6
+    with pytest.raises(StateError, match="one at a time"):
+        next(kept)
+    assert len(lists(loader)) == 6, "a loop after that is whole"
+
+
+def test_a_batch_sampler_in_the_samplers_place_counts_its_samples() -> None:
+    """As torch's documentation shows it for datasets that load a list of samples at once."""
+    given = DataLoader(Lists(7), sampler=BatchSampler(RandomSampler(range(7)), 3, False), batch_size=None)
+    loader = make(0, 1, given)
+    assert len(loader) == 3 and [loader.count for _ in loader] == [3, 3, 1]
+    assert sorted(one for batch in lists(loader) for one in batch) == list(range(7))
+
+
+class Lists(Numbers):
+    """Loads a list of samples at once."""
+
+    def __getitem__(self, index: Any) -> Any:
+        return torch.tensor(index)
+
+
+def test_the_sampler_inside_a_batch_sampler_of_ones_own_hears_of_the_epoch() -> None:
+    sampler = DistributedSampler(Numbers(32), 1, 0, shuffle=True)
+    loader = make(0, 1, DataLoader(Numbers(32), batch_sampler=BatchSampler(sampler, 8, False)), sharded=True)
+    assert lists(loader) != lists(loader) and sampler.epoch == 1
+
+
+class ByEpoch(IterableDataset[int]):
+    """A stream whose order is another one in every epoch: told by set_epoch, or drawn from its process's numbers."""
+
+    def __init__(self, told: bool) -> None:
+        self.told, self.epoch = told, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        generator = torch.Generator().manual_seed(self.epoch) if self.told else None
+        return iter(torch.randperm(16, generator=generator).tolist())
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_processes_that_would_not_hear_of_the_next_epoch_are_started_anew(told: bool) -> None:
+    def loader() -> Loader:
+        torch.manual_seed(0)
+        with pytest.warns(UserWarning, match="rank 0: the DataLoader's processes .* would not hear of the next epoch"):
+            return make(0, 1, DataLoader(ByEpoch(told), 4, num_workers=1, persistent_workers=True))
+
+    whole, resumed = loader(), loader()
+    epochs = [lists(whole) for _ in range(2)]
+    assert epochs[0] != epochs[1]
+    resumed.set_epoch(1)
+    assert lists(resumed) == epochs[1]
+
+
+class Halves(IterableDataset[int]):
+    """A stream of which the first of two processes reads five samples, the second eight."""
+
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        assert info is not None and info.num_workers == 2
+        return iter(range(5) if info.id == 0 else range(10, 18))
+
+
+def weights_of_halves(rank: int, world: int) -> list[tuple[int, float]]:
+    model = phalanx.DistributedDataParallel(nn.Linear(1, 1))
+    weights: list[float] = []
+    real = model.weight
+    model.weight = lambda weight: (weights.append(weight), real(weight))[1]  # type: ignore[method-assign]
+    given = DataLoader(Halves(), 2, num_workers=2, multiprocessing_context="fork")
+    loader = make(rank, world, given, model=model, uneven="join")
+    found = []
+    for batch in loader:
+        found.append((len(batch), weights[-1] if weights else 0.0))
+    return found
+
+
+def test_batches_of_a_stream_that_do_not_meet_their_like_count_by_their_samples() -> None:
+    """Rank 0 has one sample of the first process's rest, while rank 1 has two of the second's, in the same step."""
+    first, second = run_ranks(2, weights_of_halves)
+    assert [size for size, _ in first] == [2, 2, 1, 2] and [size for size, _ in second] == [2, 2, 2]
+    assert all(weight == size for size, weight in first + second)
