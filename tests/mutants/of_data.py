@@ -13,13 +13,6 @@ VALUES = "src/phalanx/data/values.py"
 
 MUTATIONS = (
     Mutation(
-        name="values: a mean takes whatever the other ranks call by the same place",
-        file=VALUES,
-        old='        if device.type == "cpu" and not torch.equal(marks, self.world * _mark(form)):\n',
-        new='        if device.type == "meta" and not torch.equal(marks, self.world * _mark(form)):\n',
-        tests="tests/mismatch/test_mismatch.py",
-    ),
-    Mutation(
         name="data: the rest of an epoch is not divided evenly",
         file=DEAL,
         old="    return start, start + size + (rank < more)\n",
@@ -120,8 +113,8 @@ MUTATIONS = (
     Mutation(
         name="values: a mean of different keys is taken",
         file=VALUES,
-        old="        if not bool(agrees.all()):\n",
-        new="        if False:\n",
+        old="        if bool(agrees.all()):\n            return means\n",
+        new="        if True:\n            return means\n",
         tests="tests/data/test_values.py",
     ),
 )
