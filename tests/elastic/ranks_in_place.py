@@ -24,6 +24,7 @@ from phalanx.launch.elastic.heads import HEAD_BYTES, Files, Paths
 from phalanx.zero.optimizer import ZeroRedundancyOptimizer
 from phalanx.zero.partition.element import Placement
 from phalanx.zero.partition.kinds import choose_partition
+from phalanx.zero.partition.update import Update
 from phalanx.zero.state.sharded_optimizer import ShardedOptimizer
 
 WORLD = 3
@@ -168,6 +169,7 @@ class Rank:
         for param, grad in zip(self.params, gradients, strict=True):
             param.grad = None if grad is None else grad.clone()
         self.sharded.partition.gathering._pending.clear()  # type: ignore[attr-defined]
+        self.sharded.local.update = Update()  # whoever goes on after a loss divides anew
         self.sharded.partition.step(self.sharded.local, None, {})
 
     def settle(self, version: int) -> None:

@@ -14,7 +14,7 @@ import phalanx
 from phalanx.comm.memory import one_copy
 from phalanx.zero import ZeroRedundancyOptimizer
 from tests.cluster import run_ranks
-from tests.zero.cases import Given, mean_gradients, own_gradients, set_gradients
+from tests.zero.cases import Given, differing, mean_gradients, own_gradients, sample, set_gradients
 from tests.zero.test_usage import Pair
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.covering(1)]
@@ -183,3 +183,23 @@ def turn_around(rank: int, world: int, mode: dict[str, Any]) -> Any:
 def test_parameters_whose_memory_is_read_in_another_order(views: bool, overlapped: bool) -> None:
     mode = {"overlapped": overlapped, "options": {"parameters_as_bucket_view": views}}
     assert run_ranks(2, turn_around, mode) == [[[]] * 3] * 2
+
+
+def step_by_other_dtype(rank: int, world: int) -> list[Any]:
+    """Gradients of a dtype that users chose apart from the parameters', and back."""
+    pair = Pair(False, optim.SGD, build=lambda: Given(((300,), (70,)), torch.bfloat16), lr=0.05)
+    found = []
+    for step, dtype in enumerate((torch.float32, torch.bfloat16)):
+        for model in (pair.plain_model, pair.model):
+            for param, grad in zip(model.parameters(), mean_gradients(model, step), strict=True):
+                param.grad = None
+                param.grad_dtype = dtype  # type: ignore[assignment]
+                param.grad = grad.to(dtype)  # type: ignore[union-attr]
+        pair.plain.step()
+        pair.zero.step()
+        found.append(differing(pair.model, sample(pair.plain_model)))
+    return found
+
+
+def test_gradients_of_another_dtype_than_their_parameters() -> None:
+    assert run_ranks(2, step_by_other_dtype) == [[[]] * 2] * 2

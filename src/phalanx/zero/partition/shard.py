@@ -191,8 +191,8 @@ class Shard:
             if live.storage is not latest:
                 latest = live.storage
                 flat = _flat_gradient(latest)
-                if flat is not None and flat.dtype != live.tensor.dtype:
-                    live.tensor.grad_dtype = flat.dtype  # as users may have set it for the parameter
+            if flat is not None and flat.dtype != live.tensor.grad_dtype:
+                live.tensor.grad_dtype = flat.dtype  # as the user has chosen for the parameter
             begin, end = live.bounds.begin, live.bounds.end
             live.tensor.grad = None if flat is None else live.shaped(flat[begin:end])
 
