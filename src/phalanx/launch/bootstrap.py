@@ -29,6 +29,7 @@ from typing import Any, TextIO
 from torch import distributed as dist
 
 from phalanx.comm.failure.folding import fold
+from phalanx.comm.failure.last_words import said_by
 from phalanx.errors import CollectiveTimeout, PeerFailure
 from phalanx.launch.rundir import open_private
 from phalanx.launch.store import answer_env_rendezvous
@@ -140,7 +141,7 @@ def _record_failure(error: BaseException) -> None:
     doing = _doing(error)  # before ours are folded: they say what the rank was at
     text = "".join(traceback.format_exception(fold(_without_our_frames(error))))
     if trace.recorder is not None:
-        trace.recorder.instant(trace.FAILURE, text=f"{type(error).__name__}: {error}", traceback=text)
+        trace.recorder.instant(trace.FAILURE, text=f"{type(error).__name__}: {said_by(error)}", traceback=text)
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return
@@ -148,7 +149,7 @@ def _record_failure(error: BaseException) -> None:
     # torch's own shape, so that torch's tools read it too, with our facts beside.
     record = {
         "message": {
-            "message": f"{type(error).__name__}: {error}",
+            "message": f"{type(error).__name__}: {said_by(error)}",
             "extraInfo": {"py_callstack": text, "timestamp": str(now_ns // 1_000_000_000)},
         },
         "phalanx": {
@@ -182,7 +183,7 @@ def is_consequence(error: BaseException) -> bool:
         return True
     if isinstance(error, dist.DistError):
         return True
-    return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in _PEER_WORDS)
+    return isinstance(error, RuntimeError) and any(word in said_by(error).lower() for word in _PEER_WORDS)
 
 
 def _doing(error: BaseException) -> list[tuple[str, int, str]]:

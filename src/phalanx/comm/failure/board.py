@@ -33,7 +33,7 @@ import torch.distributed as dist
 from ...errors import CommunicationError
 from ..ranks import ranks_of
 from .answering import AnsweringStore
-from .last_words import tell_at_the_end
+from .last_words import said_by, tell_at_the_end
 from .processes import has_ended, identity
 
 _POLL_S = 0.05
@@ -119,7 +119,7 @@ class FailureBoard:
         """Leave `error` for the others, unless it only says that another rank failed."""
         # Whoever posts an error about another rank would be taken for the rank at fault.
         if not isinstance(error, CommunicationError):
-            self.post_failure(f"{type(error).__name__}{doing}: {error}")
+            self.post_failure(f"{type(error).__name__}{doing}: {said_by(error)}")
 
     def post_failure(self, message: str) -> None:
         """Leave this rank's own message for the others; later posts of the same rank are ignored."""

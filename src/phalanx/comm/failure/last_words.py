@@ -82,7 +82,15 @@ def has_ended_by_exception() -> bool:
 def _words(error: BaseException) -> str:
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_users(frame.filename)]
     at = f" (at {os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {error}{at}"
+    return f"{type(error).__name__}: {said_by(error)}{at}"
+
+
+def said_by(error: BaseException) -> str:
+    """What the error says, also of one that fails at saying it: the others must hear of it all the same."""
+    try:
+        return str(error)
+    except Exception as failed:  # a user's own __str__ may raise anything
+        return f"(its __str__ raises {type(failed).__name__})"
 
 
 def _announce(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
