@@ -70,12 +70,11 @@ def report(rank: int, world: int, options: dict[str, Any], overlapped: bool) -> 
         zero.zero_grad()
         wrapped(own_gradients(model, step, rank, world)).backward()
         zero.step()
-    plain = optim.Adam(model.parameters())
-    for param in model.parameters():
+    apart = [param.detach().clone() for param in model.parameters()]  # shared ones are nobody else's to step
+    plain = optim.Adam(apart)
+    for param in apart:
         param.grad = torch.ones_like(param)
     plain.step()
-    for param in model.parameters():
-        param.grad = None
     return zero.memory(), state_bytes(zero.optim), state_bytes(plain)
 
 
