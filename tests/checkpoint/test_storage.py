@@ -23,6 +23,7 @@ from hypothesis import given
 from torch import nn
 
 from phalanx import Checkpointer
+from phalanx.checkpoint.process import SharedMemory, WriterProcess
 from phalanx.checkpoint.reshard import Held, cover, renamed, share
 from phalanx.checkpoint.storage import library
 from phalanx.checkpoint.storage.disk import Disk, RemoteDisk
@@ -45,6 +46,19 @@ def test_every_element_is_written_once(sizes: list[tuple[int, int]], world: int,
             for at in range(part.start, part.stop):
                 seen[part.index][at] += 1
     assert all(count == 1 for counts in seen for count in counts)
+
+
+@pytest.mark.timeout(30)
+def test_a_writer_ends_though_somebody_else_holds_its_input(tmp_path: Path) -> None:
+    writer = WriterProcess(SharedMemory(), str(tmp_path), shows=False)
+    writer._start()
+    assert writer._process is not None and writer._process.stdin is not None
+    # As a forked child does that lives on.
+    held = os.dup(writer._process.stdin.fileno())
+    try:
+        writer.close()
+    finally:
+        os.close(held)
 
 
 def test_shares_are_even() -> None:

@@ -49,17 +49,34 @@ def draw(seed: int) -> Case:
         saves=saves,
         faults=faults,
     )
+    plan = _draw_habits(chance, plan)
     # One of those who hold the state must be left, whoever is hit.
     wanted = 3 if num_faults == 2 else chance.choice((2, 3))
     outside: list[tuple[str, float, int]] = []
     if num_faults == 1 and wanted == 3 and chance.random() < 0.5:
         what = chance.choice(("SIGKILL", "SIGKILL", "SIGTERM", "SIGINT", "SIGUSR1", "scale 2", "scale 4", "SIGSTOP all"))
+        what = chance.choice((what, what, what, "SIGSTOP for a moment"))
         # After a generation gets on, or at any moment of the run: while it starts, forms, joins or ends.
         when = round(chance.uniform(0, 0.3), 3) if chance.random() < 0.5 else round(-chance.uniform(0.05, 1.5), 3)
         outside.append((what, when, chance.randrange(3)))
         if "all" in what:
             plan = replace(plan, timeout_s=2.0)
     return Case(plan, 1, wanted, 4, tuple(outside), limit_s=180.0 if plan.compiles else 60.0, must_fire=False)
+
+
+def _draw_habits(chance: random.Random, plan: Plan) -> Plan:
+    """What programs do besides: processes that load, evaluations, closures, several models, changes of their own."""
+    is_simple = plan.model == "plain" and plan.optimizer in ("plain", "zero", "two") and not plan.compiles
+    closes = chance.random() < 0.2 and plan.optimizer in ("plain", "zero") and plan.accumulate == 1
+    return replace(
+        plan,
+        workers=int(chance.random() < 0.15 and plan.has_loader),
+        evaluates=chance.random() < 0.3 and plan.has_loader,
+        phases=chance.choice((1, 1, 2)) if plan.has_loader else 1,
+        closure=closes,
+        around=chance.choice(("", "", "decay", "shrink")) if is_simple else "",
+        wrappers=2 if chance.random() < 0.2 and is_simple and not plan.saves else 1,
+    )
 
 
 def _draw_fault(chance: random.Random, number: int, saves: bool) -> tuple[str, str, int, int]:

@@ -32,7 +32,7 @@ class Echo:
     """`Exchange` with peers who say the same."""
 
     def __init__(self, world: int) -> None:
-        self.rank, self.world, self.is_first = 0, world, True
+        self.rank, self.world, self.is_first, self.generation = 0, world, True, 1
 
     def all_objects(self, value: Any) -> list[Any]:
         return [value] * self.world
@@ -106,7 +106,7 @@ class Run:
         self.training: Any = None
 
     def _rejoin(self, formed: Formed, interruption: Any) -> None:
-        self.worker.world = self.exchange.world = formed.world
+        self.worker.world, self.exchange.world, self.exchange.generation = formed.world, formed.world, formed.generation
 
     def loader(self) -> Loader:
         exchange: Any = self.exchange

@@ -70,6 +70,15 @@ class Plan:
     pause_s: float = 0.003
     compiles: bool = False
     saves: bool = False
+    workers: int = 0
+    """Processes of the data loader."""
+    evaluates: bool = False
+    """After each epoch, with a loader that the run does not own."""
+    phases: int = 1
+    """Calls of `training.epochs`, the last of which is for all epochs."""
+    closure: bool = False
+    around: str = ""  # decay (a learning rate), shrink (parameters): what the program does itself after a step
+    wrappers: int = 1
     generations: int = 0
     """Without a loader: train until there have been so many, and count what each leaves behind (`census`)."""
     until: str = ""
@@ -121,6 +130,17 @@ def make_optimizer(plan: Plan, params: list[nn.Parameter], sharded: bool) -> Any
         **({"step_in_backward": plan.optimizer == "overlap"} if overlapped else {}),
         stage=2 if plan.optimizer == "stage2" else 1,
     )
+
+
+def after_step(plan: Plan, optimizer: Any, params: Sequence[torch.Tensor]) -> None:
+    """What the program does itself after each step."""
+    if plan.around == "decay":
+        for group in (optimizer["second"] if isinstance(optimizer, dict) else optimizer).param_groups:
+            group["weight_decay"] = group["weight_decay"] + 1e-3
+    elif plan.around == "shrink":
+        with torch.no_grad():
+            for param in params:
+                param.mul_(0.99)
 
 
 def make_scheduler(plan: Plan, optimizer: Any) -> Any:
@@ -257,12 +277,17 @@ def train(plan: Plan, folder: str, number: int) -> None:
     faults.at("joined")
     record = os.open(f"{folder}/records-{number}", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     precision = phalanx.MixedPrecision(torch.bfloat16, torch.bfloat16) if plan.model == "low" else None
-    model = phalanx.DistributedDataParallel(make_net(plan), bucket_cap_mb=0.01, mixed_precision=precision)
+    net: Any = make_net(plan)
+    halves = [net] if plan.wrappers == 1 else [net[:2], net[2:]]
+    models = [phalanx.DistributedDataParallel(half, bucket_cap_mb=0.01, mixed_precision=precision) for half in halves]
+    model = models[0]
     if plan.model.startswith("hook:"):
         _register(model, plan.model.removeprefix("hook:"))
     faults.at("wrapped")
-    params = list(model.parameters())
+    params = list(net.parameters())
     called: Any = torch.compile(model, backend="phalanx") if plan.compiles else model
+    given = called if plan.wrappers == 1 else nn.ModuleDict({str(number): one for number, one in enumerate(models)})
+    called = called if plan.wrappers == 1 else nn.Sequential(*models)
     optimizer = make_optimizer(plan, params, True)
     scheduler = make_scheduler(plan, optimizer)
     data = make_data(plan)
@@ -270,6 +295,7 @@ def train(plan: Plan, folder: str, number: int) -> None:
     torch.manual_seed(100 + number)
 
     loader = worker.loader(_dataloader(plan, data), model) if plan.has_loader else None
+    seen = worker.loader(_dataloader(plan, data)) if plan.evaluates else None
     position = Position()
     checkpointer = Checkpointer(f"{folder}/saved", called, optimizer, scheduler, loader) if plan.saves else None
     faults.at("ready")
@@ -277,13 +303,13 @@ def train(plan: Plan, folder: str, number: int) -> None:
     extra = {"position": position} if plan.has_extra and not plan.has_loader else None
     on_event = _census_taker(f"{folder}/census-{number}") if plan.generations else None
 
-    @phalanx.elastic.run(called, optimizer, scheduler, loader, extra, on_event=on_event)
+    @phalanx.elastic.run(given, optimizer, scheduler, loader, extra, on_event=on_event)
     def steps(training: Training) -> None:
         faults.training = training
         world = dist.group.WORLD
         assert world is not None and (worker.world == 1 or group_timeout_s(world) == plan.timeout_s)
         micro = 0
-        for batch, ids, count in _batches(plan, faults, worker, loader, position, data):
+        for batch, ids, count in _batches(plan, faults, worker, (loader, seen), position, data):
             noise = float(torch.rand(()))
             formed = worker.member.formed.generation if worker.member and worker.member.formed else 0
             note = {"step": training.step + 1, "generation": formed, "rank": worker.rank, "world": worker.world}
@@ -293,16 +319,25 @@ def train(plan: Plan, folder: str, number: int) -> None:
             os.write(record, json.dumps(note).encode() + b"\n")
             faults.at("batch")
             is_last = micro + 1 == plan.accumulate
-            with contextlib.nullcontext() if is_last else model.no_sync():
-                loss = loss_of(called, batch, noise) / plan.accumulate
-                faults.at("forward")
-                loss.backward()
-            faults.at("reduced")
+
+            def compute() -> torch.Tensor:
+                with contextlib.ExitStack() as stack:
+                    for one in () if is_last else models:  # noqa: B023
+                        stack.enter_context(one.no_sync())
+                    loss = loss_of(called, batch, noise) / plan.accumulate  # noqa: B023
+                    faults.at("forward")
+                    loss.backward()
+                faults.at("reduced")
+                return loss
+
+            if not plan.closure:
+                compute()
             if is_last:
                 for one in _steppers(plan, optimizer):
-                    one.step()
+                    one.step(*[compute] * plan.closure)
                     faults.at("stepped")
                     one.zero_grad()
+                after_step(plan, optimizer, params)
                 if scheduler is not None:
                     scheduler.step()
                 if checkpointer is not None and (training.step + 1) % 5 == 0:
@@ -313,10 +348,10 @@ def train(plan: Plan, folder: str, number: int) -> None:
     steps()
     faults.at("over")
     assert faults.training is not None
-    state = {name: hashlib.sha256(value.numpy().tobytes()).hexdigest() for name, value in model.module.state_dict().items()}
+    state = {name: hashlib.sha256(value.numpy().tobytes()).hexdigest() for name, value in net.state_dict().items()}
     rates = None if scheduler is None else scheduler.get_last_lr()
     result = {"step": faults.training.step, "digests": state, "rank": worker.rank, "lr": rates}
-    torch.save(model.module.state_dict(), f"{folder}/model-{number}")
+    torch.save(net.state_dict(), f"{folder}/model-{number}")
     with open(f"{folder}/result-{number}", "w") as file:
         json.dump(result, file)
 
@@ -351,19 +386,24 @@ def _steppers(plan: Plan, optimizer: Any) -> list[Any]:
 
 
 def _dataloader(plan: Plan, data: torch.Tensor) -> DataLoader[Any]:
-    return DataLoader(TensorDataset(data, torch.arange(plan.samples)), batch_size=plan.batch, shuffle=True)
+    dataset = TensorDataset(data, torch.arange(plan.samples))
+    return DataLoader(dataset, batch_size=plan.batch, shuffle=True, num_workers=plan.workers)
 
 
 def _batches(
-    plan: Plan, faults: Faults, worker: Worker, loader: Any, position: Position, data: torch.Tensor
+    plan: Plan, faults: Faults, worker: Worker, loaders: Any, position: Position, data: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, list[int], float]]:
-    training = faults.training
+    training, (loader, seen) = faults.training, loaders
     assert training is not None
-    if loader is not None:
-        for _ in training.epochs(plan.epochs):
+    for count in range(plan.epochs - plan.phases + 1, plan.epochs + 1) if loader is not None else ():
+        for _ in training.epochs(count):
             for batch, ids in loader:
                 yield batch, ids.tolist(), loader.count
             faults.at("epoch")
+            if seen is not None:
+                # As many on all ranks together as there are samples, whoever has come or gone.
+                assert sum(worker.gather([len(ids) for _, ids in seen])) == plan.samples
+    if loader is not None:
         return
     while position.used < plan.samples or plan.generations or _waits_for(plan.until, worker):
         assert worker.member is not None and worker.member.formed is not None

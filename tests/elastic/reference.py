@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tests.elastic.program import Plan, checksum, loss_of, make_data, make_net, make_optimizer, make_scheduler
+from tests.elastic.program import Plan, after_step, checksum, loss_of, make_data, make_net, make_optimizer, make_scheduler
 
 Record = dict[str, Any]
 
@@ -102,6 +102,7 @@ def compute(plan: Plan, steps: dict[int, list[Record]], num_steps: int) -> tuple
             param.grad = grad
         for one in optimizer.values() if isinstance(optimizer, dict) else [optimizer]:
             one.step()
+        after_step(plan, optimizer, params)
         if scheduler is not None:
             scheduler.step()
     return {name: param.detach() for name, param in net.named_parameters()}, buffers

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,20 +15,7 @@ from phalanx.checkpoint.capture import Subject
 from phalanx.elastic.keeping import Keeping
 from phalanx.elastic.refusal import refuse_what_cannot_change
 from phalanx.errors import ConfigError
-from tests.elastic.mirrored import Once, Run
-
-
-@pytest.fixture
-def runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    made: list[Run] = []
-
-    def make(**about: Any) -> Run:
-        made.append(Run(monkeypatch, **about))
-        return made[-1]
-
-    yield make
-    for run in made:
-        run.close()
+from tests.elastic.mirrored import Once
 
 
 def test_a_scaler_that_was_left_inside_of_its_step_scales_the_next_one_anew(runs: Any) -> None:
@@ -343,3 +329,28 @@ def test_a_hook_whose_state_cannot_be_kept_is_refused(state: Any, is_refused: bo
         refuse_what_cannot_change(subject)
 
 
+
+
+@pytest.mark.parametrize("at", [0, 3])
+def test_a_loss_in_the_closure_of_a_step_undoes_it(runs: Any, at: int) -> None:
+    run, lost = runs(), Once()
+    optimizer = SGD(run.model.parameters(), 0.1, momentum=0.9)
+    seen: dict[int, torch.Tensor] = {}
+
+    def train(training: Any) -> None:
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = run.model(torch.ones(1, 2)).square().mean()
+            if training.step == at:
+                lost()
+            loss.backward()
+            return loss
+
+        while training.step < 5:
+            weight = run.model.weight.detach().clone()
+            assert torch.equal(seen.setdefault(training.step, weight), weight)
+            optimizer.step(closure)
+            training.commit()
+
+    run.prepare(optimizer).run(train)
+    assert lost.has_happened and len(seen) == 5

@@ -156,7 +156,7 @@ MUTATIONS = (
     Mutation(
         name="training: a step that others have finished is made again",
         file=TRAINING,
-        old="            self._complete()\n            # At once",
+        old="            self._complete(reports)\n            # At once",
         new="            # At once",
         tests=RUNS,
     ),

@@ -58,6 +58,56 @@ def test_a_forked_child_leaves_the_group_alone() -> None:
         assert outcome.exitcode == 0 and not outcome.timed_out, outcome
 
 
+GARBAGE = """
+import gc, os, time, torch, phalanx
+import torch.distributed as dist
+gc.disable()
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+dist.all_reduce(torch.ones(3))
+cycle = [dist.group.WORLD]
+cycle.append(cycle)
+del cycle
+dist.destroy_process_group()
+child = os.fork()
+if child == 0:
+    gc.collect()
+    os._exit(0)
+for _ in range(100):
+    ended, status = os.waitpid(child, os.WNOHANG)
+    if ended:
+        raise SystemExit(os.waitstatus_to_exitcode(status))
+    time.sleep(0.1)
+os.kill(child, 9)
+raise SystemExit("the child waits for threads that it does not have")
+"""
+
+
+def test_a_forked_child_does_not_collect_groups_that_its_parent_has_destroyed() -> None:
+    environ = {**os.environ, "PYTHONPATH": SEARCH_PATH}
+    done = run_command([sys.executable, "-c", GARBAGE], env=environ, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def _die_while_a_child_lives(rank: int, world: int) -> float:
+    phalanx.init(backend="gloo")
+    dist.barrier()
+    began = time.monotonic()
+    if rank == 1:
+        if os.fork() == 0:
+            time.sleep(8)
+            os._exit(0)
+        os._exit(7)
+    with pytest.raises(RuntimeError):
+        dist.barrier()
+    return time.monotonic() - began
+
+
+def test_the_end_of_a_rank_is_seen_though_a_child_of_it_lives_on() -> None:
+    first, second = spawn_ranks(2, _die_while_a_child_lives, backend=None, timeout_s=60)
+    assert (first.exitcode, second.exitcode) == (0, 7), (first, second)
+    assert first.value < 7, "it has waited for the child"
+
+
 FORKING = """
 import os, sys, time
 import torch, phalanx

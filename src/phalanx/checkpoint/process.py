@@ -26,7 +26,7 @@ import xxhash
 
 from ..errors import CheckpointError
 from .storage.disk import disk_of, is_remote
-from .storage.writer import DONE, FAILED, WARNING, Job, MappedMemory, run_job
+from .storage.writer import DONE, END, FAILED, WARNING, Job, MappedMemory, run_job
 
 # Stands in for the packages above the writer's, whose own modules would import torch.
 _BOOTSTRAP = """
@@ -201,6 +201,9 @@ class WriterProcess(Writer):
         if self._process is None or os.getpid() != self._owner:
             return
         assert self._process.stdin is not None and self._process.stdout is not None, "both were asked for"
+        with contextlib.suppress(OSError):
+            # In so many words: a forked child, a data loader's that lives on, keeps this end of the pipe open as well.
+            self._process.stdin.write(END)
         with contextlib.suppress(OSError):
             self._process.stdin.close()
         # It ends at once unless it is still writing, and by itself if other ranks do not write theirs. Its reports are read

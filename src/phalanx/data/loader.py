@@ -82,6 +82,7 @@ class Loader:
         # First: ranks that mean to read in different ways would not even meet in the same collectives.
         self._check_same(loader, sharded)
         self._source: Source = source_of(loader, exchange, self._settings, sharded)
+        self._generation = exchange.generation  # of the ranks that it deals to
         self._warn_of_ending()
         self.epoch = 0
         """The epoch under way, or the next one."""
@@ -102,6 +103,8 @@ class Loader:
     def __iter__(self) -> Iterator[Any]:
         if self._loop in (_Loop.RUNNING, _Loop.LEFT):
             self._go_to(self.epoch + 1)  # the loop before was left early
+        if self._generation != self._exchange.generation:
+            self._renew()
         self._loop, self._num_loops, self._handled = _Loop.RUNNING, self._num_loops + 1, _being_handled()
         mine = self._num_loops
         try:
@@ -144,10 +147,22 @@ class Loader:
 
         With `in_loop`, from `after_batch`, the loop under way goes on with that; else the next one does.
         """
-        self._check_same(self._given, self._sharded)
-        self._source = source_of(self._given, self._exchange, self._settings, self._sharded)
+        self._deal_anew()
         self.load_state_dict(state)
         self._loop = _Loop.MOVED if in_loop else _Loop.NONE
+
+    def _renew(self) -> None:
+        """There are other ranks now, and nobody has said where to go on: a loader for evaluation, say, which those who were
+        there have looped over more often than who came. All go to where the one is who has come farthest."""
+        farthest = max(self._exchange.all_objects((self.epoch, self._position, self._expected_digest)))
+        self._deal_anew()
+        self._go_to(*farthest)
+
+    def _deal_anew(self) -> None:
+        """To the ranks that there are now. Every rank calls it."""
+        self._check_same(self._given, self._sharded)
+        self._source = source_of(self._given, self._exchange, self._settings, self._sharded)
+        self._generation = self._exchange.generation
 
     @property
     def any_world(self) -> bool:
@@ -160,9 +175,15 @@ class Loader:
         return self._loop in (_Loop.RUNNING, _Loop.MOVED)
 
     @property
+    def is_at_beginning(self) -> bool:
+        """Whether no batch of the epoch has been used."""
+        return not self._position
+
+    @property
     def is_at_end(self) -> bool:
         """Whether the batch in hand is the last one of its epoch."""
-        return bool(self._position) and self._source.is_over(self._position)
+        # Of an order that was not drawn yet nobody knows the end; there is a batch in hand only after that.
+        return bool(self._position) and not self._expected_digest and self._source.is_over(self._position)
 
     def set_epoch(self, epoch: int) -> None:
         """Go on with the beginning of `epoch`; for programs that count epochs themselves. Not needed otherwise."""

@@ -50,6 +50,8 @@ class Exchange:
         """Where tensors travel that are on no accelerator themselves: the CPU, unless the group serves GPUs only."""
         self.is_joining = False
         """Whether this process is about to join ranks that train already: it is alone, and not the first of them."""
+        self.generation = 0
+        """Another number whenever the ranks are others than before (an elastic run)."""
 
     @property
     def is_first(self) -> bool:

@@ -24,6 +24,8 @@ class Report:
     version: int | None
     begun: bool = False
     ended: bool = False
+    has_scheduled: bool = False
+    """Whether the scheduler was stepped since the optimizer's step ended."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from ..checkpoint.source import Source
-from .transaction import Passing
+from ..optim.in_backward import InBackward
+from .decision import Report
+from .transaction import AfterStep, Passing
 
 
 class Keeping(enum.Enum):
@@ -35,3 +39,34 @@ class Taken:
     passing: Passing
     own: Passing | None
     """What this worker itself kept of what passes; None for one who has just come."""
+
+
+class Steps:
+    """The optimizers' steps since the last commit: how many have begun, and how many have ended."""
+
+    def __init__(self, optimizers: Iterable[Any], after_step: AfterStep) -> None:
+        self.begun = self.ended = 0
+        self.has_closure = False
+        """Whether any step, ever, was given a closure: backward, and so a loss, comes inside of such a step."""
+        self._after_step = after_step
+        for one in optimizers:
+            if not isinstance(one, InBackward):
+                one.register_step_pre_hook(self._begins)
+                one.register_step_post_hook(self._ends)
+
+    def _begins(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.begun += 1
+        self.has_closure = self.has_closure or callable(args[1] if len(args) > 1 else kwargs.get("closure"))
+        self._after_step.check()
+
+    def _ends(self, *_: Any) -> None:
+        self.ended += 1
+        self._after_step.begin()
+
+    def report(self, version: int | None) -> Report:
+        """Where this rank stands, which has committed `version`."""
+        return Report(version, self.begun > 0, self.ended == self.begun, self._after_step.has_moved)
+
+    def forget(self) -> None:
+        """They are committed, or never were."""
+        self.begun = self.ended = 0

@@ -8,7 +8,10 @@ import torch.distributed as dist
 from torch.distributed import rpc
 
 from ..checkpoint.capture import Subject
+from ..checkpoint.optimizers import members
 from ..data.loader import Loader
+from ..ddp import DistributedDataParallel
+from ..ddp.wrappers import known_wrappers
 from ..errors import ArgumentTypeError, ConfigError
 from ..zero.optimizer import ZeroRedundancyOptimizer
 
@@ -18,6 +21,14 @@ def stateful_of(subject: Subject) -> Any:
     ddp = subject.ddp
     state = None if ddp is None or ddp._hook is None else ddp._hook[0]
     return state if hasattr(state, "state_dict") and hasattr(state, "load_state_dict") else None
+
+
+def wrappers_of(subject: Subject) -> list[DistributedDataParallel]:
+    """The wrappers that are part of the training, in an order that is the same on every rank."""
+    if subject.ddp is not None:
+        return [subject.ddp]
+    inside = () if subject.model is None else subject.model.modules()
+    return [one for one in inside if isinstance(one, DistributedDataParallel)]
 
 
 def refuse_what_cannot_change(subject: Subject) -> None:
@@ -36,6 +47,7 @@ def refuse_what_cannot_change(subject: Subject) -> None:
                 "state_dict() and load_state_dict(), or a generator."
             )
     _refuse_hook(subject)
+    _refuse_other_wrappers(subject)
     for one in subject.optimizers.values():
         if isinstance(one, ZeroRedundancyOptimizer) and one.partition != "element" and one.world_size > 1:
             raise ConfigError(
@@ -56,9 +68,30 @@ def refuse_what_cannot_change(subject: Subject) -> None:
 
 
 def _refuse_hook(subject: Subject) -> None:
-    hook = None if subject.ddp is None else subject.ddp._hook
-    if hook is not None and not isinstance(hook[0], (dist.ProcessGroup, type(None))) and stateful_of(subject) is None:
-        raise ConfigError(
-            f"the communication hook's state, a {type(hook[0]).__name__}, has no state_dict() and load_state_dict(): what a "
-            "step that is undone has changed in it would stay. Give it both, or use a state of phalanx.comm.hooks."
-        )
+    for hook in (ddp._hook for ddp in wrappers_of(subject)):
+        if hook is None or isinstance(hook[0], (dist.ProcessGroup, type(None))):
+            continue
+        if subject.ddp is None:
+            raise ConfigError(
+                f"of several wrapped models one has a communication hook with a state, a {type(hook[0]).__name__}, which an "
+                "elastic run keeps only of a single one. Use a hook without a state."
+            )
+        if stateful_of(subject) is None:
+            raise ConfigError(
+                f"the communication hook's state, a {type(hook[0]).__name__}, has no state_dict() and load_state_dict(): "
+                "what a step that is undone has changed in it would stay. Give it both, or use one of phalanx.comm.hooks."
+            )
+
+
+def _refuse_other_wrappers(subject: Subject) -> None:
+    """One that is trained here and not given would stay with a group that is gone."""
+    mine = {id(ddp) for ddp in wrappers_of(subject)}
+    groups = (group for one in subject.optimizers.values() for each in members(one) for group in each.param_groups)
+    stepped = {id(param) for group in groups for param in group["params"]}
+    for ddp in known_wrappers():
+        if id(ddp) not in mine and any(id(param) in stepped for param in ddp.parameters()):
+            raise ConfigError(
+                f"an optimizer steps the parameters of a {type(ddp.module).__name__} in a DistributedDataParallel that "
+                "elastic.run() was not given, so that it could not go on over another group. Pass the wrapper as model, or "
+                "several of them in one torch.nn.ModuleDict."
+            )

@@ -1,12 +1,4 @@
-"""`phalanx.elastic.run`: a training loop that goes on when a rank dies, and when one comes.
-
-    @phalanx.elastic.run(model=model, optimizer=optimizer, scheduler=scheduler, loader=loader)
-    def train(training):
-        for epoch in training.epochs(10):
-            for batch in loader:
-                ...
-
-    train()
+"""`phalanx.elastic.run`: a training loop that goes on when a rank dies, and when one comes (docs/elastic.md has one).
 
 A step is what happens between two batches of the loader. When the next one is asked for, the step is committed. When a rank
 is lost, whatever the others have done since their last common commit is undone, they form a new group, and the function is
@@ -28,19 +20,18 @@ import torch
 from ..checkpoint.capture import Subject
 from ..comm.failure.interruption import awaited
 from ..data.loader import Loader
-from ..errors import ArgumentTypeError, CollectiveTimeout, ConfigError, PeerFailure, StateError
+from ..errors import ArgumentTypeError, CollectiveTimeout, ConfigError, MismatchError, PeerFailure, StateError
 from ..launch.bootstrap import is_consequence
 from ..launch.elastic.heads import VOID
 from ..launch.elastic.member import Formed, Member
 from ..launch.worker import current_worker
-from ..optim.in_backward import InBackward
 from ..zero.optimizer import ZeroRedundancyOptimizer
 from .decision import Decision, Report, decide
 from .hosts.between import Between
 from .image import ImageSource, RankImage
 from .in_place import Found, InPlace, Standing
-from .keeping import Keeping, Taken
-from .refusal import refuse_what_cannot_change
+from .keeping import Keeping, Steps, Taken
+from .refusal import refuse_what_cannot_change, wrappers_of
 from .telling import OnEvent, Telling, warn_of_other_launcher
 from .transaction import Passing, Transaction
 
@@ -118,21 +109,9 @@ class Training:
         self._at_end: Passing | None = None  # what passes, as it was when all batches of that epoch had been used
         # Commits; and those of them without a step, of what follows an epoch's loop where a loss came between.
         self._version = self._num_idle = 0
-        # Steps of optimizers that have begun and ended since the last commit.
-        self._num_begun = self._num_ended = 0
         if self._member is not None:
             refuse_what_cannot_change(self._subject)
-        for one in self._subject.optimizers.values():
-            if not isinstance(one, InBackward):
-                one.register_step_pre_hook(self._note_begin)
-                one.register_step_post_hook(self._note_end)
-
-    def _note_begin(self, *_: Any) -> None:
-        self._num_begun += 1
-
-    def _note_end(self, *_: Any) -> None:
-        self._num_ended += 1
-        self._transaction.after_step.begin()
+        self._steps = Steps(self._subject.optimizers.values(), self._transaction.after_step)
 
     # -- what the function uses ----------------------------------------------------------------
 
@@ -152,12 +131,13 @@ class Training:
             self._ends_epoch = None
             self._loader.end_epoch(epoch)
             is_owed = self._kept and self._kept["parts"]["loader"].get("ended")
-            has_stepped = self._num_ended > 0 or self._at_end is not None
+            has_stepped = self._steps.ended > 0 or self._at_end is not None
             if has_stepped or is_owed:
                 self._num_idle += not has_stepped
                 self._commit(in_loop=False)
-        if self._member is not None:
-            # Whoever goes on to save and end knows that nobody is a step behind, and would make it again without it.
+        # Whoever goes on to save and end knows that nobody is a step behind, and would make it again without it. Not where
+        # these epochs are long over: one who comes finds it so, while the others are in the midst of later ones.
+        if self._member is not None and self._loader.epoch == count and self._loader.is_at_beginning:
             self._worker.barrier()
 
     def commit(self) -> None:
@@ -166,7 +146,7 @@ class Training:
 
     def _after_batch(self) -> None:
         # Gradients that add up over several batches are used by the last of them; before that there is no step to commit.
-        if not (self._num_ended or not self._subject.optimizers or self._transaction.has_stepped_in_backward):
+        if not (self._steps.ended or not self._subject.optimizers or self._transaction.has_stepped_in_backward):
             return
         if self._is_before_end:
             self._transaction.after_step.end()
@@ -185,10 +165,17 @@ class Training:
             kept["parts"]["loader"] = self._loader.end_state()
         return kept
 
-    def _commit(self, in_loop: bool) -> None:
+    def _finish(self) -> None:
+        """The function has returned, on every rank: nobody ends before all have committed their last step."""
+        if self._steps.ended:
+            self._commit(in_loop=False, is_last=True)
+        self._worker.barrier()
+
+    def _commit(self, in_loop: bool, is_last: bool = False) -> None:
         version = self._version + 1
         if self._member is None:
-            self._version, self._at_end, self._num_begun, self._num_ended = version, None, 0, 0
+            self._version, self._at_end = version, None
+            self._steps.forget()
             return
         self._transaction.after_step.end()
         self._is_uneven = self._is_uneven or self._transaction.after_step.is_needed
@@ -199,7 +186,7 @@ class Training:
             self._in_place.committed(version)
         else:
             self._commit_written(version, self._member)
-        pauses = self._member.committed(self.step)
+        pauses = self._member.committed(self.step) and not is_last
         self._telling.stepped(self._member, self.step)
         if pauses:
             self._telling.pauses()
@@ -209,12 +196,13 @@ class Training:
 
     def _may_hold(self) -> bool:
         """Whether the whole state is on every rank, and moves at once or not at all between two commits."""
-        if self._num_ended > 1:
-            # Nobody can tell how far a rank got that failed between two steps of one commit: from now on all is written.
+        if self._steps.ended > 1 or self._steps.has_closure:
+            # Nobody can tell how far a rank got that failed between two steps of one commit, or inside of one, where
+            # its closure makes the gradients: from now on all is written.
             self._is_uneven = True
         was_held = self._keeping is Keeping.HELD
         # A commit without a step (after an evaluation, say) leaves what was learnt as it is.
-        is_one_step = self._num_ended == 1 or (self._num_ended == 0 and was_held)
+        is_one_step = self._steps.ended == 1 or (self._steps.ended == 0 and was_held)
         is_whole = len(self._subject.optimizers) == 1 and not self._transaction.is_divided and self._worker.world > 1
         # What is extra may be brought up to date after the step, in lines that one rank has done and another has not.
         is_whole = is_whole and not self._subject.extra and not self._transaction.has_extra_state
@@ -223,9 +211,9 @@ class Training:
     def _commit_written(self, version: int, member: Member) -> None:
         assert member.formed is not None, "it is a member of a generation"
         # In place what was learnt is on one host only: where there may be several, it is written, and mirrored.
-        is_one_step = self._num_ended == 1 and not self._is_uneven and not member.formed.hosts
+        is_one_step = self._steps.ended == 1 and not self._is_uneven and not member.formed.hosts
         # One without a step tells nothing of how steps are made.
-        is_step, was_in_place = self._num_ended > 0, self._keeping is Keeping.IN_PLACE
+        is_step, was_in_place = self._steps.ended > 0, self._keeping is Keeping.IN_PLACE
         if self._keeping is Keeping.HELD:
             # All have made the step, or it is undone by those who hold the one before. Until all have written this one it
             # is held as well: some may go on before the others know.
@@ -260,7 +248,7 @@ class Training:
             self._between.clear()
         if how is not Keeping.WRITTEN:
             self._version, self._keeping = version, how
-        self._num_begun = self._num_ended = 0
+        self._steps.forget()
 
     # -- the life of a run ---------------------------------------------------------------------
 
@@ -277,7 +265,9 @@ class Training:
             try:
                 self._watch_loader()
                 self._telling.tell()
-                return function(self)
+                result = function(self)
+                self._finish()
+                return result
             except Exception as error:
                 if self._telling.is_of_callback(error) or not self._follows_loss(error):
                     raise
@@ -368,7 +358,7 @@ class Training:
         """Bind everything to the new group, and set it back to the last common commit."""
         self._open_image(formed, member)
         at = self._version if self._has_entered else None
-        report = Report(at, self._num_begun > 0, self._num_ended == self._num_begun)
+        report = self._steps.report(at)
         holds = self._has_entered and self._keeping is Keeping.HELD
         # Looked at before anybody knows what the others say, and so before anybody finishes a step of another.
         in_place = self._in_place.look(formed), self._in_place.stand(formed, member.number)
@@ -378,16 +368,15 @@ class Training:
         self._is_uneven = any(one[2] for one in said)
         self._telling.heard([one[5] for one in said], [one[4] for one in said])
         self._transaction.give_up_pass()
-        found: Found | None = said[0][3][0]
-        if any(one[1] for one in said):
-            self._renew()
-            taken = self._take_held(formed, [one[0] for one in said])
-        elif found is not None:
-            taken = self._take_placed(formed, found, [one[3][1] for one in said])
-        else:
-            taken = self._take_written(formed, member)
-        if self._loader is not None:
-            self._loader.go_on(taken.passing["parts"]["loader"], in_loop)
+        try:
+            taken = self._take(formed, member, said)
+            if self._loader is not None:
+                self._loader.go_on(taken.passing["parts"]["loader"], in_loop)
+        except MismatchError as error:
+            if not self._has_entered or all(one[0].version is not None for one in said):
+                raise
+            # Who came has another model or other data than those who were there. It ends by this; they go on without it.
+            raise PeerFailure(f"rank {formed.rank}: a worker that came does not fit: {error}", ()) from error
         # Nobody is waited for in here, so that a loss finds this worker before or after it, never between.
         self._apply(taken, formed)
         # Everybody has taken what it needs: from here on those who gave it may write over it, or step.
@@ -397,6 +386,16 @@ class Training:
         if formed.world == 1:
             self._keeping = Keeping.WRITTEN
         self._keep(self._version, self._keeping)
+
+    def _take(self, formed: Formed, member: Member, said: list[Any]) -> Taken:
+        """From where to go on, as what all have said has it."""
+        reports, found = [one[0] for one in said], said[0][3][0]
+        if any(one[1] for one in said):
+            self._renew()
+            return self._take_held(formed, reports)
+        if found is not None:
+            return self._take_placed(formed, found, [one[3][1] for one in said], reports)
+        return self._take_written(formed, member)
 
     def _apply(self, taken: Taken, formed: Formed) -> None:
         if taken.source is not None:
@@ -408,15 +407,15 @@ class Training:
         self._in_place.drop()
         self._version, self._keeping, self._has_entered = taken.version, taken.keeping, True
         self._num_idle = taken.passing["idle"]
-        self._num_begun = self._num_ended = 0
+        self._steps.forget()
         self._kept, self._at_end = self._keep_passing(), None
 
     def _renew(self) -> None:
         sharded = [one for one in self._subject.optimizers.values() if isinstance(one, ZeroRedundancyOptimizer)]
         for one in sharded:
             one.let_go()
-        if self._subject.ddp is not None:
-            self._subject.ddp.renew()
+        for ddp in wrappers_of(self._subject):
+            ddp.renew()
         for one in sharded:
             one.renew()
 
@@ -435,8 +434,8 @@ class Training:
             self._renew()
             # Nobody has committed anything: the first one begins, and the others like it. Not where it is now: it may have
             # taken a batch already.
-            if self._subject.ddp is not None:
-                self._subject.ddp.replicate_module(0)
+            for ddp in wrappers_of(self._subject):
+                ddp.replicate_module(0)
             mine = self._kept if self._has_entered else self._keep_passing()
             passing: Passing = self._worker.exchange.all_objects(mine)[0]
             return Taken(0, Keeping.WRITTEN, None, passing, mine if self._has_entered else None)
@@ -448,13 +447,14 @@ class Training:
         own = source.rest[there.index(member.number)] if member.number in there else None
         return Taken(source.version, Keeping.WRITTEN, source, source.rest[0] if own is None else own, own)
 
-    def _take_placed(self, formed: Formed, found: Found, said: list[Standing]) -> Taken:
+    def _take_placed(self, formed: Formed, found: Found, said: list[Standing], reports: list[Report]) -> Taken:
         """What every rank has in place, after the step that any of them has begun is finished for all."""
         self._in_place.finish(formed, found, said)
         if self._has_entered and self._version < found.version:
-            self._complete()
+            self._complete(reports)
             # At once: should somebody be lost before all is taken, it is not to be completed again.
-            self._version, self._num_begun, self._num_ended = found.version, 0, 0
+            self._version = found.version
+            self._steps.forget()
         mine = self._kept if self._has_entered else None
         source, passing, first = self._in_place.take(formed, found, mine)
         self._renew()
@@ -472,7 +472,7 @@ class Training:
                 "(Checkpointer.restore)."
             )
         if decision.completes and formed.rank not in decision.takers:
-            self._complete()
+            self._complete(reports)
         mine = self._kept
         if decision.takers:
             assert self._image is not None, "it has just been made"
@@ -492,9 +492,9 @@ class Training:
         # Undone: as they were. Behind: it has drawn what the step draws, in its forward.
         return self._kept if report.version == decision.version else self._transaction.keep()
 
-    def _complete(self) -> None:
+    def _complete(self, reports: list[Report]) -> None:
         """The optimizer has stepped on every rank that is left; what a step does besides may not be done yet."""
         if self._at_end is None:
-            self._transaction.after_step.complete()
+            self._transaction.after_step.complete(any(one.has_scheduled for one in reports))
         # What followed the loop over an epoch's batches is done again.
         self._kept = self._at_end or self._keep_passing()

@@ -59,38 +59,64 @@ def _states(optimizer: Any, names: Mapping[torch.Tensor, str]) -> Iterator[tuple
 
 
 _LOADER = "loader"
+_NUMBERS = (int, float, complex, tuple)  # what a script may set among an optimizer's options: learning rates, betas
 
 
 class AfterStep:
-    """What the script does between `step()` and the commit. Nobody can make up for it, but for a scheduler's step."""
+    """What the script does between `step()` and the commit. Nobody can make up for it, but for a scheduler's step.
 
-    def __init__(self, scheduler: Any, untrained: Sequence[torch.Tensor]) -> None:
-        self._scheduler, self._untrained = scheduler, untrained
-        self._noted: tuple[Any, list[Any]] | None = None  # when the optimizer's step had ended; None once that was judged
-        self.follows = False
-        """Whether the scheduler was stepped after the optimizer in the step before."""
+    Nor can anybody undo what the script itself does to parameters that an optimizer steps, wherever it does so.
+    """
+
+    def __init__(
+        self, scheduler: Any, untrained: Sequence[torch.Tensor], optimizers: Sequence[torch.optim.Optimizer]
+    ) -> None:
+        self._scheduler, self._untrained, self._optimizers = scheduler, untrained, optimizers
+        # When the optimizer's step had ended; None once that was judged.
+        self._noted: tuple[Any, list[Any], list[Any]] | None = None
+        self._changes: int | None = None  # of trained parameters, when only step() was to change them again
+        self.follows: bool | None = None
+        """Whether the scheduler was stepped after the optimizer in the step before; None if there was none."""
         # ReduceLROnPlateau wants a number that only the script has; of other classes it is not known what their steps want.
         known = isinstance(scheduler, LRScheduler) and not isinstance(scheduler, ReduceLROnPlateau)
         self._can_follow = scheduler is None or known
         self.is_needed = scheduler is not None and not hasattr(scheduler, "last_epoch")
         """Whether a step that was cut short there cannot be completed without the script."""
 
+    def rest(self) -> None:
+        """From here on only an optimizer's step is to change trained parameters."""
+        self._changes = self._count_changes()
+
+    def check(self) -> None:
+        """An optimizer's step begins, or a commit: has anything else changed them?"""
+        self.is_needed = self.is_needed or self._changes not in (None, self._count_changes())
+
     def begin(self) -> None:
         """The optimizer's step has ended."""
         self._noted = self._look()
+        self.rest()
 
     def end(self) -> None:
         """So have the lines of the script that belong to it."""
+        self.check()
         if self._noted is None:
             return  # no step since, and nothing is learnt of what follows one
-        (scheduled, marks), (now, marks_now), self._noted = self._noted, self._look(), None
-        self.follows = now != scheduled
-        self.is_needed = self.is_needed or marks != marks_now or (self.follows and not self._can_follow)
+        (scheduled, *before), (now, *after), self._noted = self._noted, self._look(), None
+        followed, self.follows = self.follows, now != scheduled
+        # What a scheduler does to options is known by its step. One that is stepped now and then cannot be foreseen.
+        if self.follows:
+            before, after = before[:1], after[:1]
+        is_irregular = followed is not None and followed != self.follows
+        self.is_needed = self.is_needed or before != after or is_irregular or (self.follows and not self._can_follow)
 
-    def complete(self) -> None:
-        """Those lines may not have run: do what is known of them."""
-        has_moved = self._noted is not None and self._noted[0] != self._look()[0]
-        if self.follows and self._can_follow and not has_moved:
+    @property
+    def has_moved(self) -> bool:
+        """Whether the scheduler was stepped since the optimizer's step."""
+        return self._noted is not None and self._noted[0] != self._look()[0]
+
+    def complete(self, is_due: bool) -> None:
+        """Those lines may not have run: do what is known of them. `is_due`: the scheduler of some rank was stepped."""
+        if (is_due or self.follows) and self._can_follow and not self.has_moved:
             self._noted = self._look()
             self._scheduler.step()
 
@@ -98,8 +124,15 @@ class AfterStep:
         """The step never was, or is done."""
         self._noted = None
 
-    def _look(self) -> tuple[Any, list[Any]]:
-        return getattr(self._scheduler, "last_epoch", None), [mark_of(param) for param in self._untrained]
+    def _look(self) -> tuple[Any, list[Any], list[Any]]:
+        groups = [group for one in self._optimizers for group in one.param_groups]
+        options = [value for group in groups for value in group.values() if isinstance(value, _NUMBERS)]
+        return getattr(self._scheduler, "last_epoch", None), [mark_of(param) for param in self._untrained], options
+
+    def _count_changes(self) -> int:
+        # By torch's own count of changes in place, which those through `.data` are not in.
+        groups = (group for one in self._optimizers for group in one.param_groups)
+        return sum(param._version for group in groups for param in group["params"])
 
 
 def mark_of(param: torch.Tensor) -> tuple[Any, ...]:
@@ -155,7 +188,7 @@ class Transaction:
         groups = (group for one in self._members() for group in one.param_groups)
         stepped = {id(param) for group in groups for param in group["params"]}
         self._untrained = Untrained([param for param in subject.param_names() if id(param) not in stepped])
-        self.after_step = AfterStep(subject.parts.get("scheduler"), self._untrained.params)
+        self.after_step = AfterStep(subject.parts.get("scheduler"), self._untrained.params, list(self._members()))
         modules = () if subject.model is None else subject.model.modules()
         self.has_extra_state = any(type(one).get_extra_state is not torch.nn.Module.get_extra_state for one in modules)
         """Whether modules have states that are no tensors (`get_extra_state`), which nobody sees change."""
@@ -271,6 +304,7 @@ class Transaction:
     def keep(self) -> Passing:
         """What passes, as it is now. Copies."""
         subject, hook = self.subject, self._hook_state
+        self.after_step.rest()
         return {
             "random": capture_randomness(),
             "buffers": [] if subject.model is None else [buffer.detach().clone() for buffer in subject.model.buffers()],

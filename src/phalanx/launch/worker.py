@@ -95,7 +95,7 @@ class Worker:
         self.rank = self._exchange.rank = rank
         self.world = self._exchange.world = world
         self.local_rank, self.local_world = formed.local
-        self._exchange.is_joining = False
+        self._exchange.is_joining, self._exchange.generation = False, formed.generation
         if self._refusal is not None:
             self._refusal.remove()
             self._refusal = None

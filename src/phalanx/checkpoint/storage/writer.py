@@ -218,11 +218,16 @@ def _num_bytes(extent: Extent, manifest: Manifest) -> int:
 
 # -- the process -----------------------------------------------------------------------------------
 
+END = b"\n"
+"""A line in place of a job: there are no more."""
+
 
 def serve(lines: Iterable[bytes], memory: int, disk_for: Callable[[Job], Disk], handle: int) -> None:
-    """Write job after job, from the memory behind the descriptor `memory`, until there are no more lines."""
+    """Write job after job, from the memory behind the descriptor `memory`, until END or until there are no more lines."""
     reading, mapping = iter(lines), MappedMemory(memory)
     for header in reading:
+        if header == END:
+            return
         job = Job.from_lines(header, next(reading))
         disk = disk_for(job)
 

@@ -115,6 +115,27 @@ def rest(limit_s: float = _LIMIT_S) -> bool:
     return True
 
 
+# Descriptors of connections that a child which is being forked gets as well.
+_inherited: list[int] = []
+
+
+def _note_connections() -> None:
+    _inherited[:] = _connections()
+
+
+def _let_go_in_child() -> None:
+    """A data loader's process outlives a rank that is killed, for seconds: the others would not see its connections end."""
+    nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC) if _inherited else -1
+    for fd in _inherited:
+        # Not closed: what C++ has of the parent's in here believes that the number is its own.
+        with contextlib.suppress(OSError):
+            os.dup2(nothing, fd, inheritable=False)
+    if nothing >= 0:
+        os.close(nothing)
+
+
+os.register_at_fork(before=_note_connections, after_in_child=_let_go_in_child)
+
 # Threads that are in a call of gloo's which nobody waits for any more, such as one that connects to a rank that has ended.
 _left_behind: list[threading.Thread] = []
 

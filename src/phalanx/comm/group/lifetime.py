@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import sys
 import threading
@@ -46,6 +47,9 @@ def _keep_inherited() -> None:
     Their destructors join threads that a fork does not copy, so that a child which ends as a script does (`sys.exit`) would
     wait in there for ever. What is kept is memory of the parent's, until the child ends.
     """
+    # Those that were destroyed and are garbage in a cycle as well, as after a change of ranks in an elastic run: the child's
+    # collector must not come to them.
+    gc.freeze()
     distributed = sys.modules.get("torch.distributed.distributed_c10d")
     if distributed is None:
         return
