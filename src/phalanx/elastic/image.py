@@ -7,7 +7,6 @@ leaves the slot before.
 
 from __future__ import annotations
 
-import mmap
 import os
 import pickle
 from collections.abc import Mapping, Sequence
@@ -21,6 +20,7 @@ from ..checkpoint.source import Source
 from ..checkpoint.storage.manifest import Extent, Manifest, TensorInfo
 from ..errors import StateError
 from ..launch.elastic.heads import HEAD_BYTES, SLOT, VOID, Paths
+from .mapped import grow, read_bytes, view_file
 
 
 class SlotFile:
@@ -34,11 +34,8 @@ class SlotFile:
 
     def reserve(self, num_bytes: int) -> torch.Tensor:
         if num_bytes > self.bytes.numel():
-            os.ftruncate(self._descriptor, num_bytes)
-            # Populated now: in the midst of training each first touch of a page would be a fault.
-            pages = mmap.mmap(self._descriptor, num_bytes, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
-            self.bytes = torch.frombuffer(pages, dtype=torch.uint8)
-        return self.bytes
+            self.bytes = grow(self._descriptor, num_bytes)
+        return self.bytes[:num_bytes]
 
     def write(self, data: bytes, at: int) -> None:
         view = memoryview(data)
@@ -159,24 +156,3 @@ class ImageSource(MappedSource):
         self.rest.append(rest)
         self.infos.update(manifest.tensors)
         self.add(rank, view_file(path, tensor_bytes), manifest.extents)
-
-
-def read_bytes(path: str, at: int, size: int) -> bytes:
-    """A part of a file."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        return os.pread(descriptor, size, at)
-    finally:
-        os.close(descriptor)
-
-
-def view_file(path: str, size: int) -> memoryview:
-    """A file's first bytes, to be read only."""
-    if not size:
-        return memoryview(bytearray())
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        # A private copy, as torch wants memory that it might write to. It is only read, so that no page is copied.
-        return memoryview(mmap.mmap(descriptor, size, access=mmap.ACCESS_COPY))
-    finally:
-        os.close(descriptor)

@@ -24,7 +24,7 @@ from ..launch.elastic.heads import HEAD_BYTES, VOID, Paths, Progress, copied, pl
 from ..launch.elastic.member import Formed
 from ..launch.worker import Worker
 from ..zero.optimizer import ZeroRedundancyOptimizer
-from .image import read_bytes
+from .mapped import read_bytes
 from .place import Place, can_place
 from .replay import PlacedSource, Replay, assign
 from .transaction import Transaction

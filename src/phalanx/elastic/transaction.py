@@ -278,7 +278,11 @@ class Transaction:
             "hook": None if hook is None else _copy_of_hook(hook),
             "options": [_options(group) for one in self._members() for group in one.param_groups],
             "follows": self.after_step.follows,
-            "parts": {name: copy.deepcopy(part.state_dict()) for name, part in subject.parts.items()},
+            # The loader's is made anew whenever it is asked for.
+            "parts": {
+                name: state if name == _LOADER else copy.deepcopy(state)
+                for name, state in ((name, part.state_dict()) for name, part in subject.parts.items())
+            },
             "extra": {name: copy.deepcopy(state_of(value)) for name, value in subject.extra.items()},
         }
 
@@ -346,5 +350,13 @@ def _copy_of_hook(hook: Any) -> Any:
     return hook.state_dict() if isinstance(hook, HookState) else copy.deepcopy(hook.state_dict())
 
 
+_PLAIN = (int, float, bool, str, type(None))
+
+
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: copy.deepcopy(value) for key, value in group.items() if key not in ("params", "param_names")}
+    return {
+        # Nearly all are numbers, of which `deepcopy` asks a dozen questions.
+        key: value if type(value) in _PLAIN else copy.deepcopy(value)
+        for key, value in group.items()
+        if key not in ("params", "param_names")
+    }
