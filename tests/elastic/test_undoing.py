@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import random
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.optim import SGD
@@ -15,6 +17,7 @@ import phalanx
 from phalanx.checkpoint.capture import Subject
 from phalanx.elastic.keeping import Keeping
 from phalanx.elastic.refusal import refuse_what_cannot_change
+from phalanx.elastic.transaction import Transaction
 from phalanx.errors import ConfigError
 from tests.elastic.mirrored import Once, Run
 
@@ -57,7 +60,7 @@ def test_what_follows_the_loop_of_an_epoch_is_done_once_though_a_rank_is_lost_me
     run = runs()
     optimizer, loader, lost, seen = SGD(run.model.parameters(), 0.1, momentum=0.9), run.loader(), Once(), []
     scheduler = StepLR(optimizer, 1, gamma=0.5)
-    extra = {"g": torch.Generator()} if kept == "written" else None
+    extra = {"position": Position()} if kept == "written" else None
     training = run.prepare(optimizer, scheduler, loader, extra)
 
     def train(training: Any) -> None:
@@ -343,3 +346,48 @@ def test_a_hook_whose_state_cannot_be_kept_is_refused(state: Any, is_refused: bo
         refuse_what_cannot_change(subject)
 
 
+GENERATORS = {
+    "torch": lambda: torch.Generator().manual_seed(1),
+    "python": lambda: random.Random(1),
+    "numpy": lambda: np.random.Generator(np.random.MT19937(1)),
+}
+
+
+@pytest.mark.parametrize("kind", GENERATORS)
+@pytest.mark.parametrize("drawn", ["before", "after"])
+def test_generators_need_copies_only_if_they_are_drawn_from_after_the_step(runs: Any, kind: str, drawn: str) -> None:
+    run, lost, seen = runs(), Once(), dict[int, Any]()
+    generator: Any = GENERATORS[kind]()
+    optimizer = SGD(run.model.parameters(), 0.1)
+    training = run.prepare(optimizer, extra={"generator": generator})
+
+    def draw(step: int) -> None:
+        number = torch.rand((), generator=generator).item() if kind == "torch" else generator.random()
+        assert seen.setdefault(step, number) == number, "another number for the same step"
+
+    def train(training: Any) -> None:
+        while training.step < 6:
+            step = training.step
+            if drawn == "before":
+                draw(step)
+            run.step(optimizer, torch.ones(1, 2))
+            if step == 3:
+                lost()
+            if drawn == "after":
+                draw(step)
+            training.commit()
+
+    training.run(train)
+    assert lost.has_happened and len(seen) == 6
+    assert training._keeping is (Keeping.HELD if drawn == "before" else Keeping.WRITTEN)
+
+
+def test_copies_are_of_parameters_as_they_are_though_they_have_gaps() -> None:
+    model = torch.nn.Linear(2, 1)
+    model.weight.data = torch.zeros(1, 4)[:, ::2]
+    transaction = Transaction(Subject(model, None, {}, None))
+    for value in (1.0, 2.0):
+        with torch.no_grad():
+            model.weight.fill_(value)
+        pieces, _, _ = transaction._describe(0, 1)
+        assert next(one for one in pieces if one.key == "model/weight").values.tolist() == [value, value]

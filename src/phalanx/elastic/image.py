@@ -31,11 +31,26 @@ class SlotFile:
         self.bytes = torch.empty(0, dtype=torch.uint8)
         self.layout: Layout | None = None  # the one whose text is in the file
         self.text = b""
+        # What was copied last: the pieces, where they go, and where they come from.
+        self._copied: tuple[Sequence[Piece], list[torch.Tensor], list[torch.Tensor]] | None = None
 
     def reserve(self, num_bytes: int) -> torch.Tensor:
         if num_bytes > self.bytes.numel():
             self.bytes = grow(self._descriptor, num_bytes)
         return self.bytes[:num_bytes]
+
+    def fill(self, pieces: Sequence[Piece], layout: Layout) -> None:
+        """Copy the pieces to their places."""
+        if self._copied is not None and self._copied[0] is pieces:
+            _, targets, sources = self._copied
+            torch._foreach_copy_(targets, sources)  # one call, where views of hundreds of places cost more than small copies
+            return
+        memory, self._copied = self.reserve(layout.num_bytes), None
+        fill(memory, pieces, layout)
+        if all(piece.values.device.type == "cpu" for piece in pieces):
+            pairs = [(piece.values, at) for piece, at in zip(pieces, layout.places, strict=True) if piece.values.numel()]
+            targets = [memory[at : at + values.nbytes].view(values.dtype) for values, at in pairs]
+            self._copied = pieces, targets, [values for values, _ in pairs]
 
     def write(self, data: bytes, at: int) -> None:
         view = memoryview(data)
@@ -45,11 +60,11 @@ class SlotFile:
 
     def clear(self) -> None:
         """Give the memory back."""
-        self.bytes, self.layout = torch.empty(0, dtype=torch.uint8), None
+        self.bytes, self.layout, self._copied = torch.empty(0, dtype=torch.uint8), None, None
         os.ftruncate(self._descriptor, 0)
 
     def close(self) -> None:
-        self.bytes = torch.empty(0, dtype=torch.uint8)
+        self.bytes, self._copied = torch.empty(0, dtype=torch.uint8), None
         os.close(self._descriptor)
 
 
@@ -68,7 +83,7 @@ class RankImage:
         slot, at = self._slots[version % 2], (version % 2) * SLOT.size
         # First of all: from here on the slot is neither its old version nor the new one.
         os.pwrite(self._head, SLOT.pack(VOID, 0, 0, 0), at)
-        fill(slot.reserve(layout.num_bytes), pieces, layout)
+        slot.fill(pieces, layout)
         if slot.layout is not layout:
             manifest = Manifest("", self._rank, self._world, layout.num_bytes, dict(layout.tensors), list(layout.extents))
             text = manifest.to_bytes()
