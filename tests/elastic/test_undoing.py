@@ -82,17 +82,21 @@ def test_what_follows_the_loop_of_an_epoch_is_done_once_though_a_rank_is_lost_me
     assert loader.epoch == 2 and training.step == 6
 
 
-def test_a_second_loss_after_an_epochs_end_was_completed_does_not_skip_it(runs: Any) -> None:
+@pytest.mark.parametrize("second", ["there", "next"])
+def test_a_second_loss_after_an_epochs_end_was_completed_does_not_skip_it(runs: Any, second: str) -> None:
     run = runs()
     optimizer, loader, seen, losses = SGD(run.model.parameters(), 0.1), run.loader(), [], [Once(), Once()]
 
     def train(training: Any) -> None:
         for epoch in training.epochs(2):
             for (x,) in loader:
+                if epoch == 1 and second == "next":
+                    losses[1]()  # when those lines have been committed
                 run.step(optimizer, x)
             if epoch == 0:
                 losses[0]()
-                losses[1]()
+                if second == "there":
+                    losses[1]()
             seen.append(epoch)
 
     run.prepare(optimizer, loader=loader).run(train)

@@ -168,8 +168,8 @@ MUTATIONS = (
     Mutation(
         name="in place: lines of the script after step() are taken to be of no importance",
         file=IN_PLACE,
-        old="        return not self._subject.extra\n",
-        new="        return True\n",
+        old="        if self._transaction.has_moving_extra:\n            return False\n",
+        new="",
         tests=RUNS,
     ),
     Mutation(
