@@ -143,6 +143,27 @@ def test_a_completed_step_steps_the_scheduler_only_where_the_program_does(runs: 
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 / (1 + scheduler.last_epoch))
 
 
+@pytest.mark.parametrize("where", ["before", "after"])
+def test_a_scheduler_is_stepped_once_per_step_through_two_losses_in_a_row(runs: Any, where: str) -> None:
+    run, losses = runs(), [Once(), Once()]
+    optimizer = SGD(run.model.parameters(), 0.1)
+    scheduler = LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
+
+    def train(training: Any) -> None:
+        while training.step < 6:
+            lost = losses[training.step - 3] if training.step in (3, 4) else None
+            run.step(optimizer, torch.ones(1, 2))
+            if lost is not None and where == "before":
+                lost()
+            scheduler.step()
+            if lost is not None and where == "after":
+                lost()
+            training.commit()
+
+    run.prepare(optimizer, scheduler).run(train)
+    assert all(one.has_happened for one in losses) and scheduler.last_epoch == 6
+
+
 def test_a_scheduler_that_wants_a_number_is_not_stepped_without_it(runs: Any) -> None:
     run = runs()
     optimizer, lost = SGD(run.model.parameters(), 0.1), Once()

@@ -51,14 +51,14 @@ MUTATIONS = (
         file=TRANSACTION,
         old="        if self.follows and self._can_follow and not has_moved:\n",
         new="        if self.follows and self._can_follow:\n",
-        tests=f"{TESTS}::test_what_follows_the_loop_of_an_epoch_is_done_once_though_a_rank_is_lost_meanwhile[held-after]",
+        tests=f"{TESTS}::test_a_scheduler_is_stepped_once_per_step_through_two_losses_in_a_row",
     ),
     Mutation(
         name="undoing: whether a scheduler follows is forgotten with the step that is undone",
         file=TRANSACTION,
         old='        self.after_step.follows = passing["follows"]\n',
         new="        self.after_step.follows = False\n",
-        tests=f"{TESTS}::test_a_completed_step_steps_the_scheduler_only_where_the_program_does",
+        tests=f"{TESTS}::test_a_scheduler_is_stepped_once_per_step_through_two_losses_in_a_row",
     ),
     Mutation(
         name="undoing: learning rates stay as the step that never was has set them",
