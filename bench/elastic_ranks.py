@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import random
 import sys
 import time
 from collections.abc import Callable
@@ -27,7 +26,8 @@ from bench.measure import interleave
 from bench.models import CASES, SIZES, Case
 
 OURS, SHARDED, TORCHFT, TORCHRUN = "ours", "sharded", "torchft", "torchrun"
-OVERHEAD, OVERHEAD_SHARDED, OVERHEAD_COPIES = "cost", "cost-sharded", "cost-copies"
+OVERHEAD, OVERHEAD_SHARDED = "cost", "cost-sharded"
+OVERHEAD_COPIES, OVERHEAD_PLAIN_COPIES = "cost-copies", "cost-plain-copies"
 WORLD = 3
 FEWEST = 2
 _SAVES_EVERY = 10
@@ -150,15 +150,26 @@ def torchrun(case: Case, log: Log, folder: str) -> None:
             Path(f"{saved}.new").replace(saved)
 
 
+class Metric:
+    """Something extra."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
 def overhead(case: Case, log: str, side: str, num_rounds: int) -> None:
     """Steps with and without a commit, in turns, in the same processes of an elastic run.
 
-    Both sides have a loader, which is what commits a step. With something extra a sharded optimizer is copied after it.
+    Both sides have a loader, which is what commits a step. With something extra copies are written after it.
     """
     import phalanx
 
     worker = phalanx.init(device="cpu")
-    sharded, extra = side != OVERHEAD, {"generator": random.Random(0)} if side == OVERHEAD_COPIES else None
+    sharded = side in (OVERHEAD_SHARDED, OVERHEAD_COPIES)
+    # What has a state of its own has copies written; a generator would not.
+    extra = {"metric": Metric()} if side in (OVERHEAD_COPIES, OVERHEAD_PLAIN_COPIES) else None
     kept, plain = _wrapped(case, sharded), _wrapped(case, sharded)
     # Each rank its own data, as in training; the loader only counts.
     torch.manual_seed(worker.rank)
@@ -187,7 +198,7 @@ def overhead(case: Case, log: str, side: str, num_rounds: int) -> None:
 def main(side: str, case: str, log: str, *given: str) -> None:
     torch.set_num_threads(1)
     chosen = (CASES | SIZES)[case]
-    if side in (OVERHEAD, OVERHEAD_SHARDED, OVERHEAD_COPIES):
+    if side in (OVERHEAD, OVERHEAD_SHARDED, OVERHEAD_COPIES, OVERHEAD_PLAIN_COPIES):
         overhead(chosen, log, side, int(given[0]))
     elif side == TORCHFT:
         torchft(chosen, Log(log))

@@ -178,11 +178,12 @@ def test_a_rank_that_dies_at_any_operation_leaves_the_state_before_the_step_or_a
             team.restore()
             if not _die(team, victim, moment, spoils):
                 break
-            snapshot = team.ranks[victim].snapshot()
+            # With what it has given to the others by then.
+            left = [rank.snapshot() for rank in team.ranks]
             # What the victim said may have been heard, or not yet.
             for heard in range(team.ranks[victim].collectives.num_said + 1):
-                team.restore()
-                team.ranks[victim].restore(snapshot)
+                for rank, snapshot in zip(team.ranks, left, strict=True):
+                    rank.restore(snapshot, None if rank.rank == victim else 1)
                 _lose(team, victim, heard)
                 version = _outcome(team)
                 versions[version] += 1
@@ -230,26 +231,37 @@ def test_all_vote_before_any_steps(make_team: Callable[[str], Team]) -> None:
     team.check(1)
 
 
-def test_nobody_goes_on_before_all_have_stepped_and_taken_the_parameters(make_team: Callable[[str], Team]) -> None:
+def test_nobody_goes_on_before_all_have_stepped(make_team: Callable[[str], Team]) -> None:
     rank = make_team("adamw").ranks[0]
-    for heard in (1, 2):
-        rank.place.committed(rank.place.version)
-        rank.settle(rank.place.version)
-        with pytest.raises(PeerFailure):
-            rank.step(make_gradients(2), heard)
-        assert not rank.place.has_stepped
+    with pytest.raises(PeerFailure):
+        rank.step(make_gradients(2), 1)
+    assert not rank.place.has_stepped
+    rank.place.committed(rank.place.version)
     rank.settle(1)
     rank.step(make_gradients(2))
-    assert rank.place.has_stepped and rank.collectives.num_said == 3
+    assert rank.place.has_stepped and rank.collectives.num_said == 2
 
 
-def test_parameters_of_the_others_come_from_their_files(make_team: Callable[[str], Team]) -> None:
+def test_parameters_are_given_to_the_others_by_who_has_stepped_them(make_team: Callable[[str], Team]) -> None:
     team = make_team("adamw")
-    for rank in team.ranks[1:]:
+    for rank in team.ranks:
         rank.step(make_gradients(2))
+    for rank in team.ranks:
+        for param, expected in zip(rank.params, team.expected[2][0], strict=True):
+            assert torch.equal(param.detach(), expected)
+
+
+def test_one_rank_that_refuses_keeps_all_from_stepping_in_place(make_team: Callable[[str], Team]) -> None:
+    team = make_team("adamw")
+    _move_param(team.ranks[2])
+    team.ranks[2].step(make_gradients(2))
     team.ranks[0].step(make_gradients(2))
-    for param, expected in zip(team.ranks[0].params, team.expected[2][0], strict=True):
-        assert torch.equal(param.detach(), expected)
+    assert not team.ranks[0].place.has_stepped and team.ranks[0].left == [1]
+    # Of that step alone: the next one has an answer of its own.
+    for rank in team.ranks:
+        rank.settle(2)
+    team.ranks[0].step(make_gradients(3))
+    assert team.ranks[0].place.has_stepped
 
 
 def test_a_second_step_since_the_commit_is_not_taken_for_the_first(make_team: Callable[[str], Team]) -> None:

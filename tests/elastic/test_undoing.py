@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.optim import SGD
@@ -14,6 +16,7 @@ import phalanx
 from phalanx.checkpoint.capture import Subject
 from phalanx.elastic.keeping import Keeping
 from phalanx.elastic.refusal import refuse_what_cannot_change
+from phalanx.elastic.transaction import Transaction
 from phalanx.errors import ConfigError
 from tests.elastic.mirrored import Once
 
@@ -43,7 +46,7 @@ def test_what_follows_the_loop_of_an_epoch_is_done_once_though_a_rank_is_lost_me
     run = runs()
     optimizer, loader, lost, seen = SGD(run.model.parameters(), 0.1, momentum=0.9), run.loader(), Once(), []
     scheduler = StepLR(optimizer, 1, gamma=0.5)
-    extra = {"g": torch.Generator()} if kept == "written" else None
+    extra = {"position": Position()} if kept == "written" else None
     training = run.prepare(optimizer, scheduler, loader, extra)
 
     def train(training: Any) -> None:
@@ -65,17 +68,21 @@ def test_what_follows_the_loop_of_an_epoch_is_done_once_though_a_rank_is_lost_me
     assert loader.epoch == 2 and training.step == 6
 
 
-def test_a_second_loss_after_an_epochs_end_was_completed_does_not_skip_it(runs: Any) -> None:
+@pytest.mark.parametrize("second", ["there", "next"])
+def test_a_second_loss_after_an_epochs_end_was_completed_does_not_skip_it(runs: Any, second: str) -> None:
     run = runs()
     optimizer, loader, seen, losses = SGD(run.model.parameters(), 0.1), run.loader(), [], [Once(), Once()]
 
     def train(training: Any) -> None:
         for epoch in training.epochs(2):
             for (x,) in loader:
+                if epoch == 1 and second == "next":
+                    losses[1]()  # when those lines have been committed
                 run.step(optimizer, x)
             if epoch == 0:
                 losses[0]()
-                losses[1]()
+                if second == "there":
+                    losses[1]()
             seen.append(epoch)
 
     run.prepare(optimizer, loader=loader).run(train)
@@ -120,6 +127,27 @@ def test_a_completed_step_steps_the_scheduler_only_where_the_program_does(runs: 
     training.run(train)
     assert lost.has_happened and scheduler.last_epoch == (6 if per == "step" else 2)
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 / (1 + scheduler.last_epoch))
+
+
+@pytest.mark.parametrize("where", ["before", "after"])
+def test_a_scheduler_is_stepped_once_per_step_through_two_losses_in_a_row(runs: Any, where: str) -> None:
+    run, losses = runs(), [Once(), Once()]
+    optimizer = SGD(run.model.parameters(), 0.1)
+    scheduler = LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
+
+    def train(training: Any) -> None:
+        while training.step < 6:
+            lost = losses[training.step - 3] if training.step in (3, 4) else None
+            run.step(optimizer, torch.ones(1, 2))
+            if lost is not None and where == "before":
+                lost()
+            scheduler.step()
+            if lost is not None and where == "after":
+                lost()
+            training.commit()
+
+    run.prepare(optimizer, scheduler).run(train)
+    assert all(one.has_happened for one in losses) and scheduler.last_epoch == 6
 
 
 def test_a_scheduler_that_wants_a_number_is_not_stepped_without_it(runs: Any) -> None:
@@ -329,8 +357,6 @@ def test_a_hook_whose_state_cannot_be_kept_is_refused(state: Any, is_refused: bo
         refuse_what_cannot_change(subject)
 
 
-
-
 @pytest.mark.parametrize("at", [0, 3])
 def test_a_loss_in_the_closure_of_a_step_undoes_it(runs: Any, at: int) -> None:
     run, lost = runs(), Once()
@@ -354,3 +380,50 @@ def test_a_loss_in_the_closure_of_a_step_undoes_it(runs: Any, at: int) -> None:
 
     run.prepare(optimizer).run(train)
     assert lost.has_happened and len(seen) == 5
+
+
+GENERATORS = {
+    "torch": lambda: torch.Generator().manual_seed(1),
+    "python": lambda: random.Random(1),
+    "numpy": lambda: np.random.Generator(np.random.MT19937(1)),
+}
+
+
+@pytest.mark.parametrize("kind", GENERATORS)
+@pytest.mark.parametrize("drawn", ["before", "after"])
+def test_generators_need_copies_only_if_they_are_drawn_from_after_the_step(runs: Any, kind: str, drawn: str) -> None:
+    run, lost, seen = runs(), Once(), dict[int, Any]()
+    generator: Any = GENERATORS[kind]()
+    optimizer = SGD(run.model.parameters(), 0.1)
+    training = run.prepare(optimizer, extra={"generator": generator})
+
+    def draw(step: int) -> None:
+        number = torch.rand((), generator=generator).item() if kind == "torch" else generator.random()
+        assert seen.setdefault(step, number) == number, "another number for the same step"
+
+    def train(training: Any) -> None:
+        while training.step < 6:
+            step = training.step
+            if drawn == "before":
+                draw(step)
+            run.step(optimizer, torch.ones(1, 2))
+            if step == 3:
+                lost()
+            if drawn == "after":
+                draw(step)
+            training.commit()
+
+    training.run(train)
+    assert lost.has_happened and len(seen) == 6
+    assert training._keeping is (Keeping.HELD if drawn == "before" else Keeping.WRITTEN)
+
+
+def test_copies_are_of_parameters_as_they_are_though_they_have_gaps() -> None:
+    model = torch.nn.Linear(2, 1)
+    model.weight.data = torch.zeros(1, 4)[:, ::2]
+    transaction = Transaction(Subject(model, None, {}, None))
+    for value in (1.0, 2.0):
+        with torch.no_grad():
+            model.weight.fill_(value)
+        pieces, _, _ = transaction._describe(0, 1)
+        assert next(one for one in pieces if one.key == "model/weight").values.tolist() == [value, value]

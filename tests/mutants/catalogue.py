@@ -13,6 +13,7 @@ from tests.mutants import (
     of_passes,
     of_slots,
     of_survival,
+    of_undoing,
     of_zero,
 )
 from tests.mutants.mutation import Mutation
@@ -27,6 +28,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     *of_data.MUTATIONS,
     *of_elastic.MUTATIONS,
     *of_survival.MUTATIONS,
+    *of_undoing.MUTATIONS,
     *of_hosts.MUTATIONS,
     *of_failures.MUTATIONS,
 )

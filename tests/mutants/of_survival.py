@@ -64,7 +64,7 @@ MUTATIONS = (
     Mutation(
         name="place: a step begins without a vote",
         file=PLACE,
-        old='        collectives.all_reduce_now(refusals, "agreeing',
+        old='        self._barrier("agreeing',
         new='        str("agreeing',
         tests=TESTS,
     ),
@@ -78,14 +78,12 @@ MUTATIONS = (
     Mutation(
         name="place: the edges of a piece are brought back after it is marked as done",
         file=PLACE,
-        old="            for one in slices:\n                one.live.store()\n            is_kept",
-        new="            is_kept",
+        old="        for one in slices:\n            one.live.store()\n        is_kept",
+        new="        is_kept",
         also=(
             (
-                "                self._journal.done(number)\n",
-                "                self._journal.done(number)\n"
-                "                for one in slices:\n"
-                "                    one.live.store()\n",
+                "            journal.done(number)\n",
+                "            journal.done(number)\n            for one in slices:\n                one.live.store()\n",
             ),
         ),
         tests=TESTS,
@@ -119,10 +117,31 @@ MUTATIONS = (
         tests=TESTS,
     ),
     Mutation(
-        name="place: a rank goes on while others still take its parameters",
+        name="place: a rank goes on before all have given out their parameters",
         file=PLACE,
-        old='        self._barrier("waiting until all ranks have taken the parameters")\n',
+        old='        self._barrier("waiting until all ranks have stepped, and given out their parameters")\n',
         new="",
+        tests=TESTS,
+    ),
+    Mutation(
+        name="place: parameters are given out before their piece is marked as done",
+        file=PLACE,
+        old="        # Before the mark: from there on nobody computes these again.\n",
+        new="        torch._foreach_copy_(*self._outgoing[number])\n",
+        tests=TESTS,
+    ),
+    Mutation(
+        name="place: a refusal of another rank is not heard",
+        file=PLACE,
+        old="        if not can_step or self._votes.has_refused(self.version + 1):\n",
+        new="        if not can_step:\n",
+        tests=TESTS,
+    ),
+    Mutation(
+        name="journal: a refusal counts for every step that follows",
+        file=JOURNAL,
+        old="REFUSAL_AT)) == (version,) for head",
+        new="REFUSAL_AT)) != (-1,) for head",
         tests=TESTS,
     ),
     Mutation(
@@ -149,8 +168,8 @@ MUTATIONS = (
     Mutation(
         name="in place: lines of the script after step() are taken to be of no importance",
         file=IN_PLACE,
-        old="        return not self._subject.extra\n",
-        new="        return True\n",
+        old="        if self._transaction.has_moving_extra:\n            return False\n",
+        new="",
         tests=RUNS,
     ),
     Mutation(

@@ -7,7 +7,6 @@ leaves the slot before.
 
 from __future__ import annotations
 
-import mmap
 import os
 import pickle
 from collections.abc import Mapping, Sequence
@@ -21,6 +20,7 @@ from ..checkpoint.source import Source
 from ..checkpoint.storage.manifest import Extent, Manifest, TensorInfo
 from ..errors import StateError
 from ..launch.elastic.heads import HEAD_BYTES, SLOT, VOID, Paths
+from .mapped import grow, read_bytes, view_file
 
 
 class SlotFile:
@@ -31,14 +31,26 @@ class SlotFile:
         self.bytes = torch.empty(0, dtype=torch.uint8)
         self.layout: Layout | None = None  # the one whose text is in the file
         self.text = b""
+        # What was copied last: the pieces, where they go, and where they come from.
+        self._copied: tuple[Sequence[Piece], list[torch.Tensor], list[torch.Tensor]] | None = None
 
     def reserve(self, num_bytes: int) -> torch.Tensor:
         if num_bytes > self.bytes.numel():
-            os.ftruncate(self._descriptor, num_bytes)
-            # Populated now: in the midst of training each first touch of a page would be a fault.
-            pages = mmap.mmap(self._descriptor, num_bytes, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
-            self.bytes = torch.frombuffer(pages, dtype=torch.uint8)
-        return self.bytes
+            self.bytes = grow(self._descriptor, num_bytes)
+        return self.bytes[:num_bytes]
+
+    def fill(self, pieces: Sequence[Piece], layout: Layout) -> None:
+        """Copy the pieces to their places."""
+        if self._copied is not None and self._copied[0] is pieces:
+            _, targets, sources = self._copied
+            torch._foreach_copy_(targets, sources)  # one call, where views of hundreds of places cost more than small copies
+            return
+        memory, self._copied = self.reserve(layout.num_bytes), None
+        fill(memory, pieces, layout)
+        if all(piece.values.device.type == "cpu" for piece in pieces):
+            pairs = [(piece.values, at) for piece, at in zip(pieces, layout.places, strict=True) if piece.values.numel()]
+            targets = [memory[at : at + values.nbytes].view(values.dtype) for values, at in pairs]
+            self._copied = pieces, targets, [values for values, _ in pairs]
 
     def write(self, data: bytes, at: int) -> None:
         view = memoryview(data)
@@ -48,11 +60,11 @@ class SlotFile:
 
     def clear(self) -> None:
         """Give the memory back."""
-        self.bytes, self.layout = torch.empty(0, dtype=torch.uint8), None
+        self.bytes, self.layout, self._copied = torch.empty(0, dtype=torch.uint8), None, None
         os.ftruncate(self._descriptor, 0)
 
     def close(self) -> None:
-        self.bytes = torch.empty(0, dtype=torch.uint8)
+        self.bytes, self._copied = torch.empty(0, dtype=torch.uint8), None
         os.close(self._descriptor)
 
 
@@ -71,7 +83,7 @@ class RankImage:
         slot, at = self._slots[version % 2], (version % 2) * SLOT.size
         # First of all: from here on the slot is neither its old version nor the new one.
         os.pwrite(self._head, SLOT.pack(VOID, 0, 0, 0), at)
-        fill(slot.reserve(layout.num_bytes), pieces, layout)
+        slot.fill(pieces, layout)
         if slot.layout is not layout:
             manifest = Manifest("", self._rank, self._world, layout.num_bytes, dict(layout.tensors), list(layout.extents))
             text = manifest.to_bytes()
@@ -159,24 +171,3 @@ class ImageSource(MappedSource):
         self.rest.append(rest)
         self.infos.update(manifest.tensors)
         self.add(rank, view_file(path, tensor_bytes), manifest.extents)
-
-
-def read_bytes(path: str, at: int, size: int) -> bytes:
-    """A part of a file."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        return os.pread(descriptor, size, at)
-    finally:
-        os.close(descriptor)
-
-
-def view_file(path: str, size: int) -> memoryview:
-    """A file's first bytes, to be read only."""
-    if not size:
-        return memoryview(bytearray())
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        # A private copy, as torch wants memory that it might write to. It is only read, so that no page is copied.
-        return memoryview(mmap.mmap(descriptor, size, access=mmap.ACCESS_COPY))
-    finally:
-        os.close(descriptor)

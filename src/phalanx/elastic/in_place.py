@@ -5,7 +5,7 @@ In place if one divided optimizer that can (`place.can_place`) is all that learn
 commit; and if whoever is left can complete a step that was cut short inside of `step()`, without the lines of the script
 that come after it: the loader knows what was used, the scheduler is stepped, and a program without a loader has nothing
 but the count of steps to find its place by. An `extra` may be brought up to date in those lines, so that programs with one
-write copies.
+write copies; but for generators, of which it is seen whether they are drawn from there.
 
 Everything here is asked on every rank alike, or agreed upon by all before anybody acts on it.
 """
@@ -24,7 +24,7 @@ from ..launch.elastic.heads import HEAD_BYTES, VOID, Paths, Progress, copied, pl
 from ..launch.elastic.member import Formed
 from ..launch.worker import Worker
 from ..zero.optimizer import ZeroRedundancyOptimizer
-from .image import read_bytes
+from .mapped import read_bytes
 from .place import Place, can_place
 from .replay import PlacedSource, Replay, assign
 from .transaction import Transaction
@@ -63,7 +63,7 @@ class InPlace:
 
     def _is_possible(self) -> bool:
         model, found = self._subject.model, list(self._subject.optimizers.values())
-        if not self._is_completed_without_script():
+        if self._transaction.has_moving_extra:
             return False
         if self._gave_up or self._worker.world == 1 or len(found) != 1 or not can_place(found[0]):
             return False
@@ -72,9 +72,6 @@ class InPlace:
         if model is None or ddp is None or ddp.parameters_to_ignore:
             return False
         return all(isinstance(value, torch.Tensor) for value in model.state_dict(keep_vars=True).values())
-
-    def _is_completed_without_script(self) -> bool:
-        return not self._subject.extra
 
     def settle(self, images: Sequence[Paths], version: int, is_one_step: bool, leave: Callable[[], None]) -> None:
         """All ranks have written a copy of `version`: from the next step on it goes on in place, where that can be."""

@@ -12,12 +12,13 @@ killed has done all that it did before: the order of marks and copies is all tha
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 import torch
 
 from ..errors import StateError
-from ..launch.elastic.heads import HEAD_BYTES, NOTHING_IN_PLACE, PLACE_AT, Paths, Progress
-from .mapped import map_whole
+from ..launch.elastic.heads import HEAD_BYTES, NOTHING_IN_PLACE, PLACE_AT, REFUSAL, REFUSAL_AT, Paths, Progress
+from .mapped import grow, map_whole
 
 Bounds = tuple[int, int]
 
@@ -45,14 +46,17 @@ class Journal:
     def open_at(self, version: int, num_pieces: int, text: Bounds, most_bytes: int) -> None:
         """All is in place, as of `version`; no piece has more than `most_bytes`."""
         if self._log.numel() < most_bytes:
-            os.ftruncate(self._log_file, most_bytes)
-            self._log = map_whole(self._log_file, populates=True)
+            self._log = grow(self._log_file, most_bytes)
         self._mark(Progress(version, num_pieces, False, num_pieces, *text))
 
     def void(self) -> None:
         """What is in place is not the state any more."""
         os.pwrite(self._head, NOTHING_IN_PLACE, PLACE_AT)
         self._progress = None
+
+    def refuse(self, version: int) -> None:
+        """The step to `version` cannot be made in place. For `Votes` of the others, who look when all have come to it."""
+        os.pwrite(self._head, REFUSAL.pack(version), REFUSAL_AT)
 
     def begin(self, version: int) -> None:
         """The step to `version` begins. Only when all ranks have all that it takes to finish it."""
@@ -96,3 +100,20 @@ class Journal:
         os.close(self._head)
         os.close(self._log_file)
         self._log = torch.empty(0, dtype=torch.uint8)
+
+
+class Votes:
+    """The other ranks' answers to whether a step is to be made in place."""
+
+    def __init__(self, paths: Sequence[Paths]) -> None:
+        self._heads = [os.open(one.head, os.O_RDONLY | os.O_CLOEXEC) for one in paths]
+
+    def has_refused(self, version: int) -> bool:
+        """Whether any of them has refused the step to `version`. Asked when all have come to it, and none can be further."""
+        read, unpack = os.pread, REFUSAL.unpack
+        return any(unpack(read(head, REFUSAL.size, REFUSAL_AT)) == (version,) for head in self._heads)
+
+    def close(self) -> None:
+        for head in self._heads:
+            os.close(head)
+        self._heads = []

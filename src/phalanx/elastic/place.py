@@ -4,10 +4,11 @@ Once the state is there, it and the parameters move into a file of the launcher'
 memory. A step is then
 
     vote              all ranks have their gradients, and can step in place: from here on it is finished, by whoever is left
-    piece by piece    log it, mark it, step it, mark it (`journal`)
-    all have stepped  each rank copies the others' parameters out of their files, between two barriers
+    piece by piece    log it, mark it, step it, mark it (`journal`); copy its parameters into the other ranks' files
+    all have stepped  a barrier, behind which each rank has the parameters of all
 
-That no parameter travels through a transport saves what the log costs, or more.
+That no parameter travels through a transport saves what the log costs, or more. Nobody reads parameters between the vote
+and the barrier, so that others may write them; those of a piece that is not marked as done are with the others as they were.
 
 Without a vote in favour the step is made as any other, after a copy of what was there (`leave`). What others do when this
 rank dies: `replay`. Only for the element partition on the CPU, with parameters in memory of their own, stepped by `step()`:
@@ -36,9 +37,9 @@ from ..zero.partition.element import ElementPartition, Placement
 from ..zero.partition.shard import LiveSlice, Shard
 from ..zero.partition.storage import ParameterStorage, flatten, unflatten
 from ..zero.state.tree import numbers_of
-from .journal import Journal
+from .journal import Journal, Votes
 from .layout import MOST_NUMEL, Layout, Leaf, SliceSpec, Text, lay_out
-from .mapped import map_path, map_whole, read_text, view_of
+from .mapped import grow, map_grown, read_text, view_of
 
 # A program that gives its parameters other memory again and again is better served by copies.
 _MOST_MOVES = 4
@@ -110,8 +111,9 @@ class Place:
         self._storages: list[ParameterStorage] = []
         # By shard: the number of each piece, and its slices.
         self._pieces: dict[int, list[tuple[int, list[_SliceState]]]] = {}
-        # The other ranks' parameters: where they go, and where they are in the others' files.
-        self._incoming: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+        # By piece: the parameters in the other ranks' files, and where they come from here.
+        self._outgoing: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
+        self._votes = Votes(())
         self._num_moves = self._num_left = 0
         self.is_stepping = False
         # Since the last commit: whether a step has begun, in whatever way, and whether it has ended in place.
@@ -150,8 +152,10 @@ class Place:
         params = [(dtype_name(one.flat.dtype), one.flat.element_size(), one.flat.numel()) for one in self._storages]
         end = os.fstat(self._file).st_size
         self._layout = lay_out([[one for one in shard if one is not None] for shard in specs], params, end, MOST_NUMEL)
-        os.ftruncate(self._file, self._layout.num_bytes)
-        self._memory = map_whole(self._file, populates=True)
+        try:
+            self._memory = grow(self._file, self._layout.num_bytes)
+        except OSError:
+            return False  # no memory is left; nothing has been moved
         self._num_moves += 1
         self._move_params()
         self._move_states(partition.shards)
@@ -163,17 +167,19 @@ class Place:
         return True
 
     def connect(self, images: Sequence[Paths]) -> None:
-        """Find the other ranks' parameters in their files. All have settled."""
-        partition, mine = self._optimizer.sharded.partition, self._optimizer.sharded.collectives.rank
-        texts = {rank: read_text(paths) for rank, paths in enumerate(images) if rank != mine}
-        memories = {rank: map_path(images[rank].place, populates=True) for rank in texts}
-        targets, sources = self._incoming = [], []
-        for number, ranges in enumerate(partition.ownership):
-            for one in ranges:
-                if one.rank != mine and one.start < one.stop:
-                    theirs = view_of(memories[one.rank], texts[one.rank].layout.params[number])
-                    targets.append(self._storages[number].flat[one.start : one.stop])
-                    sources.append(theirs[one.start : one.stop])
+        """Find this rank's parameters in the files of the others. All have settled."""
+        mine = self._optimizer.sharded.collectives.rank
+        others = [paths for rank, paths in enumerate(images) if rank != mine]
+        self._votes.close()
+        self._votes, self._outgoing = Votes(others), [([], []) for _ in self._layout.pieces]
+        for text, paths in [(read_text(paths), paths) for paths in others]:
+            memory = map_grown(paths.place, text.layout.num_bytes)
+            params = [view_of(memory, leaf) for leaf in text.layout.params]
+            for piece, (targets, sources) in zip(self._layout.pieces, self._outgoing, strict=True):
+                for one in piece.slices:
+                    if one.start < one.stop:
+                        targets.append(params[one.number][one.start : one.stop])
+                        sources.append(self._storages[one.number].flat[one.start : one.stop])
 
     def _spec_of(self, live: LiveSlice) -> SliceSpec | None:
         """What a slice needs; None for one that cannot be in place."""
@@ -261,10 +267,11 @@ class Place:
         # may have seen it succeed, and whoever is left finishes that step.
         params = self._optimizer.sharded.table.params
         self._gradients = [None if param.grad is None else (param.grad, param.grad._version) for param in params]
-        refusals = torch.tensor([float(not self._can_step(shards))])
-        collectives = self._optimizer.sharded.collectives
-        collectives.all_reduce_now(refusals, "agreeing that all gradients are there, before a step in place")
-        if refusals.item() > 0:
+        can_step = self._can_step(shards)
+        if not can_step:
+            self._journal.refuse(self.version + 1)
+        self._barrier("agreeing that all gradients are there, before a step in place")
+        if not can_step or self._votes.has_refused(self.version + 1):
             self._num_left += 1
             self._gradients = []
             self._leave()
@@ -292,46 +299,49 @@ class Place:
 
     def step(self, shard: Shard, arguments: Mapping[str, Any]) -> None:
         """A shard, piece by piece."""
-        local, group_of = self.local, self._optimizer.sharded.table.group_of
+        group_of = self._optimizer.sharded.table.group_of
         for number, slices in self._pieces[id(shard)]:
             active: dict[int, list[torch.Tensor]] = {}
             for one in slices:
                 if one.live.tensor.grad is not None:
                     active.setdefault(group_of[one.live.index], []).append(one.live.tensor)
-            if not active:
-                continue
-            if not self._journal.is_void:
-                self._journal.protect(number, self._memory, self._layout.pieces[number].bounds)
-            local.step_some(active, **arguments)
-            # Before the mark: from there on nobody computes these again.
-            for one in slices:
-                one.live.store()
-            is_kept = all([one.bring_back(local.optim.state) for one in slices])
-            if self._journal.is_void:
-                continue
-            if is_kept:
-                self._journal.done(number)
-            else:
-                # A state of another form than before. It is written at the next step; a loss before that costs the state.
-                self._journal.void()
+            if active:
+                self._step_piece(number, slices, active, arguments)
+            # Not before the mark: until then whoever finishes the piece has its old parameters from one of the others.
+            targets, sources = self._outgoing[number]
+            torch._foreach_copy_(targets, sources)
+
+    def _step_piece(
+        self, number: int, slices: Sequence[_SliceState], active: Mapping[int, Any], arguments: Mapping[str, Any]
+    ) -> None:
+        journal, local = self._journal, self.local
+        if not journal.is_void:
+            journal.protect(number, self._memory, self._layout.pieces[number].bounds)
+        local.step_some(active, **arguments)
+        # Before the mark: from there on nobody computes these again.
+        for one in slices:
+            one.live.store()
+        is_kept = all([one.bring_back(local.optim.state) for one in slices])
+        if journal.is_void:
+            return
+        if is_kept:
+            journal.done(number)
+        else:
+            # A state of another form than before. It is written at the next step; a loss before that costs the state.
+            journal.void()
 
     def end(self) -> None:
-        """All own pieces are done: wait for those of the others, and take their parameters."""
+        """All own pieces are done: wait for those of the others, whose parameters are here then."""
         if not self.is_stepping:
             return
         if not self._journal.is_void:
             self._journal.finish()
         self.is_stepping = False
         started_ns = trace.now_ns()
-        self._barrier("waiting until all ranks have stepped, to take their parameters")
-        targets, sources = self._incoming
-        if targets:
-            torch._foreach_copy_(targets, sources)
-        # The script may change parameters as soon as this returns; nobody may still be reading them.
-        self._barrier("waiting until all ranks have taken the parameters")
+        self._barrier("waiting until all ranks have stepped, and given out their parameters")
         self.has_stepped = True
         if trace.recorder is not None:
-            num_bytes = sum(target.nbytes for target in targets)
+            num_bytes = sum(target.nbytes for targets, _ in self._outgoing for target in targets)
             trace.recorder.span(trace.GATHER, started_ns, trace.now_ns(), bucket=0, bytes=num_bytes)
 
     def _barrier(self, where: str) -> None:
@@ -377,6 +387,7 @@ class Place:
             self.local.stepper = None
         os.close(self._file)
         self._journal.close()
+        self._votes.close()
 
 
 def _are_apart(storages: Sequence[ParameterStorage]) -> bool:

@@ -18,10 +18,10 @@ import torch
 from ..errors import StateError
 from ..launch.elastic.heads import Paths, Progress
 from ..zero.partition.local import LocalOptimizer
-from .image import MappedSource, view_file
+from .image import MappedSource
 from .journal import Journal
 from .layout import PiecePlace, SlicePlace
-from .mapped import map_path, read_progress, read_text, view_of
+from .mapped import map_path, read_progress, read_text, view_file, view_of
 
 
 class Holder(Protocol):

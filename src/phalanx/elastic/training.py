@@ -205,7 +205,7 @@ class Training:
         is_one_step = self._steps.ended == 1 or (self._steps.ended == 0 and was_held)
         is_whole = len(self._subject.optimizers) == 1 and not self._transaction.is_divided and self._worker.world > 1
         # What is extra may be brought up to date after the step, in lines that one rank has done and another has not.
-        is_whole = is_whole and not self._subject.extra and not self._transaction.has_extra_state
+        is_whole = is_whole and not self._transaction.has_moving_extra and not self._transaction.has_extra_state
         return is_one_step and is_whole and not self._is_uneven
 
     def _commit_written(self, version: int, member: Member) -> None:

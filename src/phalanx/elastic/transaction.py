@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -24,7 +25,7 @@ from ..checkpoint.apply import MODEL, OPTIMIZER, Choice, Restoration
 from ..checkpoint.capture import Subject, capture_learnt, state_of
 from ..checkpoint.layout import Layout, Piece, lay_out
 from ..checkpoint.optimizers import members, named_params, options_of
-from ..checkpoint.randomness import capture_randomness, seed_like, set_generator_state, set_randomness
+from ..checkpoint.randomness import capture_randomness, generator_state, seed_like, set_generator_state, set_randomness
 from ..checkpoint.source import Source
 from ..checkpoint.tree import decode
 from ..comm.hooks import HookState
@@ -69,9 +70,14 @@ class AfterStep:
     """
 
     def __init__(
-        self, scheduler: Any, untrained: Sequence[torch.Tensor], optimizers: Sequence[torch.optim.Optimizer]
+        self,
+        scheduler: Any,
+        untrained: Sequence[torch.Tensor],
+        optimizers: Sequence[torch.optim.Optimizer],
+        generators: Sequence[Any] = (),
     ) -> None:
         self._scheduler, self._untrained, self._optimizers = scheduler, untrained, optimizers
+        self._generators = generators
         # When the optimizer's step had ended; None once that was judged.
         self._noted: tuple[Any, list[Any], list[Any]] | None = None
         self._changes: int | None = None  # of trained parameters, when only step() was to change them again
@@ -125,9 +131,10 @@ class AfterStep:
         self._noted = None
 
     def _look(self) -> tuple[Any, list[Any], list[Any]]:
+        marks = [*map(mark_of, self._untrained), *map(_numbers_ahead, self._generators)]
         groups = [group for one in self._optimizers for group in one.param_groups]
         options = [value for group in groups for value in group.values() if isinstance(value, _NUMBERS)]
-        return getattr(self._scheduler, "last_epoch", None), [mark_of(param) for param in self._untrained], options
+        return getattr(self._scheduler, "last_epoch", None), marks, options
 
     def _count_changes(self) -> int:
         # By torch's own count of changes in place, which those through `.data` are not in.
@@ -141,6 +148,13 @@ def mark_of(param: torch.Tensor) -> tuple[Any, ...]:
     # would have to wait for the number.
     first = param.detach().reshape(-1)[0].item() if param.numel() and param.device.type == "cpu" else None
     return param._version, param.data_ptr(), first
+
+
+def _numbers_ahead(generator: Any) -> Any:
+    """Another one when a generator has been drawn from."""
+    state = generator_state(generator)
+    # Arrays among the rest are compared by their bytes.
+    return state.numpy().tobytes() if isinstance(state, torch.Tensor) else pickle.dumps(state)
 
 
 class Untrained:
@@ -183,12 +197,18 @@ class Transaction:
         self._seen: list[Any] = []
         self._described: tuple[list[Piece], Layout, dict[str, Any]] | None = None
         self._place = (0, 1)
+        self._are_views = True  # whether what is described shows the tensors as they are now
         # Counts of steps and the like: tensors whose values are in the texts, with where they are there.
         self._numbers: list[tuple[dict[str, Any], torch.Tensor]] = []
         groups = (group for one in self._members() for group in one.param_groups)
         stepped = {id(param) for group in groups for param in group["params"]}
         self._untrained = Untrained([param for param in subject.param_names() if id(param) not in stepped])
-        self.after_step = AfterStep(subject.parts.get("scheduler"), self._untrained.params, list(self._members()))
+        generators = [value for value in subject.extra.values() if generator_state(value) is not None]
+        self.has_moving_extra = len(generators) < len(subject.extra)
+        """Whether something extra may be brought up to date after a step, in lines that nobody can make up for. Generators
+        are kept as the random numbers of the process are; one that is drawn from in those lines is seen by `after_step`."""
+        scheduler, optimizers = subject.parts.get("scheduler"), list(self._members())
+        self.after_step = AfterStep(scheduler, self._untrained.params, optimizers, generators)
         modules = () if subject.model is None else subject.model.modules()
         self.has_extra_state = any(type(one).get_extra_state is not torch.nn.Module.get_extra_state for one in modules)
         """Whether modules have states that are no tensors (`get_extra_state`), which nobody sees change."""
@@ -222,9 +242,12 @@ class Transaction:
         same = self._place == (rank, world) and len(seen) == len(self._seen)
         # Tensors by what they are, the rest by value: a number among the states (a count of steps) is in the texts.
         same = same and all(a is b or (not isinstance(a, torch.Tensor) and a == b) for a, b in zip(seen, self._seen))  # noqa: B905
-        if self._described is None or not same or self.has_extra_state:
+        if self._described is None or not same or self.has_extra_state or not self._are_views:
             found, _ = capture_learnt(self.subject, rank)
             pieces = found.mine(rank, world)
+            live = {one.untyped_storage().data_ptr() for one in seen if isinstance(one, torch.Tensor)}
+            # A tensor with gaps in its memory is captured as a dense copy, which stays as it is when the tensor moves on.
+            self._are_views = all(one.values.untyped_storage().data_ptr() in live for one in pieces if one.values.numel())
             self._described = pieces, lay_out(pieces), found.texts
             self._seen, self._place = seen, (rank, world)
             self._numbers = list(self._find_numbers(found.texts))
@@ -312,7 +335,11 @@ class Transaction:
             "hook": None if hook is None else _copy_of_hook(hook),
             "options": [_options(group) for one in self._members() for group in one.param_groups],
             "follows": self.after_step.follows,
-            "parts": {name: copy.deepcopy(part.state_dict()) for name, part in subject.parts.items()},
+            # The loader's is made anew whenever it is asked for.
+            "parts": {
+                name: state if name == _LOADER else copy.deepcopy(state)
+                for name, state in ((name, part.state_dict()) for name, part in subject.parts.items())
+            },
             "extra": {name: copy.deepcopy(state_of(value)) for name, value in subject.extra.items()},
         }
 
@@ -380,5 +407,13 @@ def _copy_of_hook(hook: Any) -> Any:
     return hook.state_dict() if isinstance(hook, HookState) else copy.deepcopy(hook.state_dict())
 
 
+_PLAIN = (int, float, bool, str, type(None))
+
+
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: copy.deepcopy(value) for key, value in group.items() if key not in ("params", "param_names")}
+    return {
+        # Nearly all are numbers, of which `deepcopy` asks a dozen questions.
+        key: value if type(value) in _PLAIN else copy.deepcopy(value)
+        for key, value in group.items()
+        if key not in ("params", "param_names")
+    }

@@ -21,7 +21,9 @@ from ...errors import CommunicationError
 ALIGNMENT = 64  # a cache line: two tensors never share one
 PAGE_BYTES = 4096
 HUGE_PAGE_BYTES = 2 << 20
-_MADV_COLLAPSE = 25  # not in Python's mmap; an error on Linux before 6.1
+# Not in Python's mmap; errors on Linux before 6.1 and 5.14.
+_MADV_COLLAPSE = 25
+_MADV_POPULATE_WRITE = 23
 
 
 def aligned(num_bytes: int, alignment: int = ALIGNMENT) -> int:
@@ -98,6 +100,14 @@ def collapse(memory: mmap.mmap, at: int, num_bytes: int) -> None:
             memory.madvise(_MADV_COLLAPSE, first, end - first)
         except OSError:
             pass  # no huge pages to be had: small ones do
+
+
+def populate(memory: mmap.mmap, num_bytes: int) -> None:
+    """Map all pages of a range that begins with the mapping now, not at the first touch of each."""
+    try:
+        memory.madvise(_MADV_POPULATE_WRITE, 0, aligned(num_bytes, PAGE_BYTES))
+    except OSError:
+        pass  # an older kernel: touched, they come one by one
 
 
 class MappedFile:

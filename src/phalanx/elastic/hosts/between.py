@@ -17,7 +17,8 @@ from ...launch.elastic.hosts.mirrors import keepers
 from ...launch.elastic.member import Formed, Member
 from ...launch.worker import Worker
 from ...observe.live.pulse import waiting
-from ..image import RankImage, read_bytes
+from ..image import RankImage
+from ..mapped import read_bytes
 from .found import Move, Seen, choose, moves_to_all
 from .ship import Cargo, MirrorHold, PassingHold, ship
 

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from ...launch.elastic.heads import HEAD_BYTES, SLOT, VOID, Paths
-from ..image import SlotFile, read_bytes
-from ..mapped import map_path
+from ..image import SlotFile
+from ..mapped import map_path, read_bytes
 
 Size = tuple[int, int, int, int]
 """Of a slot: its version, bytes of tensors, of the layout, of the rest."""

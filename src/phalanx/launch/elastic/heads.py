@@ -2,7 +2,8 @@
 
 Five per rank, held open by the launcher and reached through its entries in /proc, which only its own user may follow:
 
-    head       per slot: version, bytes of tensors, bytes of the layout, bytes of the rest; then the progress in place
+    head       per slot: version, bytes of tensors, bytes of the layout, bytes of the rest; then the progress in place, and
+               the version to which the rank has refused to step there
     slot 0, 1  copies of the state of two versions; version v is in slot v % 2
     place      the state itself, where a divided optimizer steps it in place (`elastic.place`)
     log        what a piece of it was before the step that is under way
@@ -22,6 +23,8 @@ SLOT = struct.Struct("<qqqq")
 PLACE = struct.Struct("<qqqqqq")
 PLACE_AT = 2 * SLOT.size
 HEAD_BYTES = PLACE_AT + PLACE.size
+REFUSAL = struct.Struct("<q")
+REFUSAL_AT = HEAD_BYTES  # behind what is looked at after a loss: only a vote reads it
 VOID = -1
 """The version of a slot that holds nothing, or only a part."""
 
@@ -97,7 +100,7 @@ class Files:
         for descriptor in self._descriptors:
             # Following the entry in /proc is refused to other users already; the mode refuses them a second time.
             os.fchmod(descriptor, 0o600)
-        os.pwrite(self._descriptors[0], 2 * SLOT.pack(VOID, 0, 0, 0) + NOTHING_IN_PLACE, 0)
+        os.pwrite(self._descriptors[0], 2 * SLOT.pack(VOID, 0, 0, 0) + NOTHING_IN_PLACE + REFUSAL.pack(VOID), 0)
 
     @property
     def paths(self) -> list[str]:
