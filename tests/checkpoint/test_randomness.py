@@ -48,3 +48,14 @@ def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:
 def test_what_numpy_has_not_drawn_is_not_asked_again() -> None:
     np.random.seed(1)
     assert capture_randomness()["numpy"] is capture_randomness()["numpy"]
+
+
+def test_a_normal_number_that_was_used_is_there_again() -> None:
+    np.random.seed(1)
+    np.random.standard_normal()
+    kept = capture_randomness()
+    second = np.random.standard_normal()  # the other one of the pair: the bits stay as they are
+    assert capture_randomness()["numpy"][3] == 0
+    set_randomness(kept)
+    assert capture_randomness()["numpy"][3] == 1
+    assert np.random.standard_normal() == second

@@ -427,3 +427,13 @@ def test_copies_are_of_parameters_as_they_are_though_they_have_gaps() -> None:
             model.weight.fill_(value)
         pieces, _, _ = transaction._describe(0, 1)
         assert next(one for one in pieces if one.key == "model/weight").values.tolist() == [value, value]
+
+
+def test_copies_have_states_of_modules_that_are_no_tensors_as_they_are() -> None:
+    model = Counting()
+    transaction = Transaction(Subject(model, None, {}, None))
+    told = []
+    for model.count in (1, 2):
+        _, _, texts = transaction._describe(0, 1)
+        told.append(repr(texts["model"]["extra"]))
+    assert told[0] != told[1]

@@ -135,7 +135,7 @@ MUTATIONS = (
         file=TRANSACTION,
         old="not same or self.has_extra_state or not",
         new="not same or not",
-        tests=f"{TESTS}::test_states_of_modules_that_are_no_tensors_are_those_of_the_last_commit",
+        tests=f"{TESTS}::test_copies_have_states_of_modules_that_are_no_tensors_as_they_are",
     ),
     Mutation(
         name="undoing: parameters with gaps are written as of the first commit",
