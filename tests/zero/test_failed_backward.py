@@ -210,6 +210,9 @@ def fail_amid_updates(rank: int, world: int, width: int) -> None:
     with pytest.raises(BrokenLayer):
         loss_of(wrapped, 2, rank, width).backward()
     assert optimizer.is_torn
+    for use in (optimizer.step, optimizer.consolidate_state_dict):
+        with pytest.raises(ReductionError, match="between two steps"):
+            use()
 
 
 @everywhere

@@ -242,6 +242,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
                 f"step() was given {sorted(kwargs)}, but the step has been made during backward. Make the optimizer with "
                 "step_in_backward=False."
             )
+        self._sharded.refuse_torn()
         # Before looking whether there was an update: the closure runs the backward that makes it.
         loss = _evaluate(closure)
         if overlap.reducer and not self._sharded.update.confirm():
