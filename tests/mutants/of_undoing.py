@@ -42,15 +42,15 @@ MUTATIONS = (
     Mutation(
         name="undoing: a completed step always steps the scheduler",
         file=TRANSACTION,
-        old="        if self.follows and self._can_follow and not has_moved:\n",
-        new="        if self._scheduler is not None and self._can_follow and not has_moved:\n",
+        old="        if (is_due or self.follows) and self._can_follow and not self.has_moved:\n",
+        new="        if self._scheduler is not None and self._can_follow and not self.has_moved:\n",
         tests=f"{TESTS}::test_a_completed_step_steps_the_scheduler_only_where_the_program_does",
     ),
     Mutation(
         name="undoing: a scheduler that has moved already is stepped once more",
         file=TRANSACTION,
-        old="        if self.follows and self._can_follow and not has_moved:\n",
-        new="        if self.follows and self._can_follow:\n",
+        old="        if (is_due or self.follows) and self._can_follow and not self.has_moved:\n",
+        new="        if (is_due or self.follows) and self._can_follow:\n",
         tests=f"{TESTS}::test_a_scheduler_is_stepped_once_per_step_through_two_losses_in_a_row",
     ),
     Mutation(
@@ -119,8 +119,8 @@ MUTATIONS = (
     Mutation(
         name="undoing: a teacher that is moved after the step is taken to be where it was",
         file=TRANSACTION,
-        old="self.is_needed or marks != marks_now or (",
-        new="self.is_needed or (",
+        old="self.is_needed or before != after or is_irregular",
+        new="self.is_needed or is_irregular",
         tests=f"{TESTS}::test_a_teacher_that_the_program_moves_after_its_step_has_copies_written",
     ),
     Mutation(
