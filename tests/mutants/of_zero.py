@@ -39,7 +39,7 @@ MUTATIONS = (
         file=OPTIMIZER,
         old="            closure = self._followed_by_options(closure)\n",
         new="            closure = closure\n",
-        tests="tests/zero/test_usage.py",
+        tests="tests/zero/test_closures.py",
     ),
     Mutation(
         name="overlap: backward returns before all parameters have arrived",

@@ -267,41 +267,6 @@ def test_a_closure_is_run_once_and_its_loss_returned(overlapped: bool) -> None:
     assert run_ranks(2, train_closure, overlapped) == [[(10.0 + step, []) for step in range(4)]] * 2
 
 
-def change_rate(rank: int, world: int, options: dict[str, Any], later: bool) -> list[Any]:
-    """A closure that halves the rate; the plain optimizer steps with what the closure left."""
-    model, plain_model = Given(), Given()
-    wrapped = phalanx.DistributedDataParallel(model)
-    zero = ZeroRedundancyOptimizer(model.parameters(), optim.SGD, lr=0.5, **options)
-    plain = optim.SGD(plain_model.parameters(), lr=0.5)
-    found = []
-    for step in range(3):
-
-        def closure(step: int = step) -> None:
-            zero.zero_grad()
-            for moment in (False, True):
-                if moment is later:
-                    zero.param_groups[0]["lr"] *= 0.5
-                if not moment:
-                    wrapped(own_gradients(model, step, rank, world)).backward()
-
-        set_gradients(list(plain_model.parameters()), mean_gradients(plain_model, step))
-        plain.param_groups[0]["lr"] *= 0.5
-        plain.step()
-        zero.step(closure)
-        found.append((zero.param_groups[0]["lr"], differing(model, sample(plain_model))))
-    return found
-
-
-@pytest.mark.parametrize("later", [False, True], ids=["before its backward", "after it"])
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"partition": "parameter"}, {"overlap_with_ddp": True, "step_in_backward": False}],
-    ids=["element", "parameter", "overlapped"],
-)
-def test_options_that_a_closure_changes_count_for_its_own_step(options: dict[str, Any], later: bool) -> None:
-    assert run_ranks(2, change_rate, options, later) == [[(0.25, []), (0.125, []), (0.0625, [])]] * 2
-
-
 def rosenbrock(model: nn.Module) -> torch.Tensor:
     x = torch.cat([param.view(-1) for param in model.parameters()])
     return (100 * (x[1:] - x[:-1].square()).square() + (1 - x[:-1]).square()).sum()
