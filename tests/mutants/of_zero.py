@@ -342,7 +342,21 @@ MUTATIONS = (
         file=OVERLAP,
         old="            if not self.scatters:\n                self._forget",
         new="            if self.stage == 2 and not self.scatters:\n                self._forget",
-        tests="tests/zero/test_changes.py",
+        tests="tests/zero/test_successors.py",
+    ),
+    Mutation(
+        name="overlap: zeros of an earlier engagement stay without memory",
+        file=OVERLAP,
+        old="                fill_zeroed(param)  # which",
+        new="                pass  # which",
+        tests="tests/zero/test_successors.py",
+    ),
+    Mutation(
+        name="wrappers: an optimizer that was dropped and not freed joins the next one",
+        file="src/phalanx/ddp/wrappers.py",
+        old="        gc.collect()\n",
+        new="        pass\n",
+        tests="tests/zero/test_successors.py",
     ),
     Mutation(
         name="one copy: parameters that all ranks share are not told from others",
