@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import phalanx
 from phalanx.ddp.buckets.tail import exact_ranks
+from phalanx.errors import StateError
 from tests.cluster import run_ranks
 from tests.ddp.zoo import batch, make
 
@@ -63,6 +64,11 @@ def pickled(rank: int, world: int) -> list[torch.Tensor]:
     pairs = zip(again.parameters(), cloned.parameters(), strict=True)
     assert all(torch.equal(a.grad, b.grad) for a, b in pairs)
     return [param.grad.clone() for param in again.parameters()]
+
+
+def test_a_pickle_of_torchs_wrapper_is_refused_with_what_to_do() -> None:
+    with pytest.raises(StateError, match="save its `state_dict"):
+        phalanx.DistributedDataParallel.__new__(phalanx.DistributedDataParallel).__setstate__({"static_graph": False})
 
 
 def test_a_pickled_or_copied_wrapper_goes_on_reducing() -> None:

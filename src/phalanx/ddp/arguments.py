@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch.distributed.algorithms.join import Joinable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import UninitializedParameter
 
-from ..errors import ArgumentTypeError, ConfigError, PhalanxError, ReductionError
+from ..errors import ArgumentTypeError, ConfigError, PhalanxError, ReductionError, StateError
 from ..plan import BucketCaps
 from ..plan.buckets import DEFAULT_CAP_BYTES, DEFAULT_FIRST_CAP_BYTES, MIB
 
@@ -334,3 +334,19 @@ def check_frozen(frozen: Sequence[tuple[str, torch.nn.Parameter]], me: str) -> N
                 f"{me}: parameter '{name}' was frozen when the model was wrapped and requires a gradient now, which "
                 "no rank would reduce. Unfreeze parameters before wrapping, or wrap the module again."
             )
+
+
+def check_pickle(state: Mapping[str, Any]) -> None:
+    """Refuse what torch's own wrapper was pickled to: under `--swap`, its name stands for ours."""
+    if "caps" not in state:
+        raise StateError(
+            "this is a pickle of torch's DistributedDataParallel, which cannot become a wrapper of phalanx. Load it without "
+            "phalanx, save its `state_dict()`, and load that into a model that is wrapped again."
+        )
+
+
+def named_as_wrapped(state: Mapping[str, Any], own: set[str]) -> Mapping[str, Any]:
+    """The state of a model, by the names that it has inside of a wrapper, whichever of the two it was saved from."""
+    if not own.intersection(state) and own.intersection(f"module.{name}" for name in state):
+        return {f"module.{name}": value for name, value in state.items()}
+    return state

@@ -467,10 +467,8 @@ class DistributedDataParallel(TorchBase):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """As torch's, for states saved from the wrapper (`module.` before each name) and from the model alone."""
-        own = set(self.state_dict(keep_vars=True))
-        if not own.intersection(state_dict) and own.intersection(f"module.{name}" for name in state_dict):
-            state_dict = {f"module.{name}": value for name, value in state_dict.items()}
-        loaded = super().load_state_dict(state_dict, strict, assign)
+        named = arguments.named_as_wrapped(state_dict, set(self.state_dict(keep_vars=True)))
+        loaded = super().load_state_dict(named, strict, assign)
         if assign:
             # The module has other parameters than those that were wrapped: nobody would reduce them.
             self.reducer.recover()
@@ -493,6 +491,7 @@ class DistributedDataParallel(TorchBase):
         return {name: value for name, value in self.__dict__.items() if name not in _TRANSIENT}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        arguments.check_pickle(state)
         torch.nn.Module.__setstate__(self, state)
         self.process_group = arguments.choose_group(None, None)
         self.device_mesh = None
