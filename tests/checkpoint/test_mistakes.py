@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import threading
@@ -26,6 +27,7 @@ from phalanx.checkpoint.storage.disk import Disk
 from phalanx.checkpoint.storage.manifest import Manifest, data_file, manifest_file
 from phalanx.checkpoint.tree import decode, encode
 from phalanx.cli.checkpoints import command
+from phalanx.comm.ranks import Ranks
 from phalanx.errors import ArgumentTypeError, CheckpointError, ConfigError, StateError
 from tests.cluster import run_ranks
 
@@ -209,11 +211,11 @@ def test_a_rank_that_comes_at_the_last_moment_has_come() -> None:
     store = dist.HashStore()
     store.set("0/1", json.dumps({"doing": "it", "value": 1}))
     late = mock.Mock(wraps=store)
-    late.wait.side_effect = RuntimeError("Wait timeout")
-    agreement = Agreement(None, 1.0)
-    agreement.world, agreement._store = 2, late
-    with mock.patch.object(agreement, "_look"):
-        assert [one["value"] for one in agreement.exchange({"value": 0}, "it")] == [0, 1]
+    # It is not there when this rank looks, and has come when it is about to give up.
+    late.check.side_effect = itertools.chain([False], itertools.repeat(mock.DEFAULT))
+    agreement = Agreement(None, 0.0)
+    agreement.world, agreement._store, agreement.ranks = 2, late, Ranks((0, 1), 0, "rank 0")
+    assert [one["value"] for one in agreement.exchange({"value": 0}, "it")] == [0, 1]
     late.delete_key.assert_not_called()
 
 

@@ -36,6 +36,7 @@ def train(rank: int, plan: dict[str, Any]) -> None:
     net = nn.Sequential(*[nn.Linear(64, 64) for _ in range(8)])
     # Many buckets, so that some are under way whenever something happens.
     wrapped = phalanx.DistributedDataParallel(net, bucket_cap_mb=0.03)
+    torch.manual_seed(rank)  # on the same inputs, it would be warned
     optimizer: torch.optim.Optimizer = torch.optim.Adam(wrapped.parameters())
     if plan["zero"]:
         optimizer = phalanx.ZeroRedundancyOptimizer(wrapped.parameters(), torch.optim.Adam, lr=1e-3)
