@@ -443,8 +443,8 @@ class Training:
         self._renew()
         there = formed.members_before
         # One who has come since, to a generation that broke before it wrote, has kept its own of that version.
-        mine = self._kept if self._has_entered and self._version == source.version else None
-        own = source.rest[there.index(member.number)] if member.number in there else mine
+        kept = self._kept if self._has_entered and self._version == source.version else None
+        own = source.rest[there.index(member.number)] if member.number in there else kept
         return Taken(source.version, Keeping.WRITTEN, source, source.rest[0] if own is None else own, own)
 
     def _take_placed(self, formed: Formed, found: Found, said: list[Standing], reports: list[Report]) -> Taken:
