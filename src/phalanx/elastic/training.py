@@ -292,8 +292,7 @@ class Training:
             return True
         if self._member is None or self._member.formed is None or not isinstance(error, (RuntimeError, OSError)):
             return False
-        # A library that lost its peer in the midst of something may say anything. An error of the program's own that comes
-        # at such a moment comes again in the next generation, and is raised there.
+        # A library that lost its peer may say anything. An error of the program's own comes again, and is raised then.
         return awaited(self._member.interruption) is not None
 
     def _understand(self, error: Exception) -> tuple[str, tuple[int, ...]]:
@@ -432,19 +431,20 @@ class Training:
                     "every rank that held the state is lost. Start again from the newest checkpoint (Checkpointer.restore)."
                 )
             self._renew()
-            # Nobody has committed anything: the first one begins, and the others like it. Not where it is now: it may have
-            # taken a batch already.
+            # Nobody has committed anything: all begin where the first one began, which may have taken a batch since.
             for ddp in wrappers_of(self._subject):
                 ddp.replicate_module(0)
             mine = self._kept if self._has_entered else self._keep_passing()
             passing: Passing = self._worker.exchange.all_objects(mine)[0]
             return Taken(0, Keeping.WRITTEN, None, passing, mine if self._has_entered else None)
         source = ImageSource(formed.before, formed.version)
-        # First the options: who comes has those of the beginning, and a divided optimizer compares them when it is made.
+        # First the options: who comes has those of the beginning, and a divided optimizer compares them.
         self._transaction.read_options(source)
         self._renew()
         there = formed.members_before
-        own = source.rest[there.index(member.number)] if member.number in there else None
+        # One who has come since, to a generation that broke before it wrote, has kept its own of that version.
+        kept = self._kept if self._has_entered and self._version == source.version else None
+        own = source.rest[there.index(member.number)] if member.number in there else kept
         return Taken(source.version, Keeping.WRITTEN, source, source.rest[0] if own is None else own, own)
 
     def _take_placed(self, formed: Formed, found: Found, said: list[Standing], reports: list[Report]) -> Taken:
