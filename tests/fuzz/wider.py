@@ -173,7 +173,9 @@ class Wider(Draw):
         if needs or ("closure" in self.kinds and self.often(0.5)):
             rate = self.chance.choice((1.0, 0.5, 2.0))
             routes = self.draw_routes(step, nested="nested" in self.kinds)
-            return [ev.Closure(self.fresh(), routes, rate=rate, late=self.often(0.5))]
+            # Once backward has made the step, a change is too late for it, which is refused in words.
+            late = self.often(0.5) and self.mode != "overlapped"
+            return [ev.Closure(self.fresh(), routes, rate=rate, late=late)]
         found = super().draw_step(step, events)
         if not isinstance(found[-1], ev.Step):
             return found

@@ -332,7 +332,7 @@ ROWS: dict[str, tuple[Row, str]] = {
     "loader's model": (loader({"without": True}), "model not given"),
     "loader's epoch": (loader_moved(lambda made: made.set_epoch(7)), "rank 1 is at epoch 7"),
     "loader's place": (loader_moved(skip_ahead), "position 6"),
-    "entries of a mean": (averaged, "{'loss': number, 'error': [2]} from rank 1"),
+    "entries of a mean": (averaged, "{'error': [2], 'loss': number} from rank 1"),
     "checkpoint's step": (saved(saves(2), saves(3)), "save(step=3)"),
     "checkpoint saved or restored": (saved(saves(2), restores()), "restore(step=None)"),
     "checkpoint's step restored": (saved(restores(), restores(step=1)), "restore(step=1)"),

@@ -43,7 +43,7 @@ def memory_rows(plan: BucketPlan, other_bytes: int, state_bytes: int, world: int
 
     `other_bytes` are buffers and frozen parameters, `state_bytes` what the optimizer holds for all
     parameters. Without `bucket_view`, gradients are held twice: as `.grad` and in the buckets. ZeRO-2 steps
-    in backward: buckets share the memory of two, one that travels and one that fills.
+    in backward: buckets share the memory of one, since each has been used when the next one is packed.
     """
     if world < 1:
         raise ConfigError(f"a world has at least one rank, got {world}")
@@ -56,7 +56,7 @@ def memory_rows(plan: BucketPlan, other_bytes: int, state_bytes: int, world: int
     return [
         MemoryRow("DDP", parameters, held, state_bytes),
         MemoryRow("ZeRO-1", parameters, held, round(state_bytes * share)),
-        MemoryRow("ZeRO-2", parameters, min(len(plan.buckets), 2) * largest, round(state_bytes * share)),
+        MemoryRow("ZeRO-2", parameters, largest, round(state_bytes * share)),
     ]
 
 
