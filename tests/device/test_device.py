@@ -88,6 +88,7 @@ def _verdicts() -> dict[str, Verdict]:
     return found
 
 
+@pytest.mark.thorough  # which look at the simulation, not at the package
 @pytest.mark.parametrize("name", MISTAKES)
 def test_mistake_of_order_is_noticed(name: str) -> None:
     verdict = _verdicts()[name]

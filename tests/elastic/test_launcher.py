@@ -90,6 +90,7 @@ def test_a_lost_rank_is_replaced_while_the_others_go_on_and_one_may_leave(tmp_pa
     ]
 
 
+@pytest.mark.thorough
 def test_a_script_that_is_not_elastic_does_not_train_apart(tmp_path: Path) -> None:
     done, _ = _run(tmp_path, ALONE, "--nproc", "2")
     assert done.returncode == 1, done.stdout + done.stderr

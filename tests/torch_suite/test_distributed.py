@@ -27,6 +27,7 @@ def own_workers() -> Iterator[None]:
 # For `make test-thorough`: those that take longest, each beside others about the same, or in rooms of our own tests.
 LONG = {
     "test_DistributedDataParallelCPU",
+    "test_DistributedDataParallelCPU_grad_is_view",
     "test_ddp_apply_optim_in_backward",
     "test_ddp_compile_static_graph",
     "test_ddp_hook_parity_post_localSGD",

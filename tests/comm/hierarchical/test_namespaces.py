@@ -117,7 +117,10 @@ def test_a_rank_that_dies_is_named_on_every_host(victim: int) -> None:
     assert max(when for when, _ in seen) - min(when for when, _ in seen) < 6.0
 
 
-@pytest.mark.parametrize("victim", [0, 1], ids=["who serves the store", "who shares its host"])
+@pytest.mark.parametrize(
+    "victim",
+    [pytest.param(0, id="who serves the store", marks=pytest.mark.thorough), pytest.param(1, id="who shares its host")],
+)
 def test_beside_the_store_too_the_right_rank_is_named_elsewhere(victim: int) -> None:
     # Whole processes that end by their error: rank 0 takes the store with it, in which the other host would look.
     plan = {"transport": "between hosts", "fault": "kill", "victim": victim, "moment": "between"}
