@@ -150,6 +150,33 @@ def test_a_scheduler_is_stepped_once_per_step_through_two_losses_in_a_row(runs: 
     assert all(one.has_happened for one in losses) and scheduler.last_epoch == 6
 
 
+def test_a_loss_in_the_commit_of_the_first_irregular_step_steps_no_scheduler_again(
+    runs: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, lost = runs(), Once()
+    optimizer = SGD(run.model.parameters(), 0.1)
+    scheduler = LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
+    training = run.prepare(optimizer, scheduler)
+    barrier = training._worker.barrier
+
+    def meet() -> None:
+        if training._keeping is Keeping.HELD:
+            lost()
+        barrier()
+
+    monkeypatch.setattr(training._worker, "barrier", meet)
+
+    def train(training: Any) -> None:
+        while training.step < 6:
+            run.step(optimizer, torch.ones(1, 2))
+            if training.step % 3 == 2:
+                scheduler.step()
+            training.commit()
+
+    training.run(train)
+    assert lost.has_happened and scheduler.last_epoch == 2
+
+
 def test_a_scheduler_that_wants_a_number_is_not_stepped_without_it(runs: Any) -> None:
     run = runs()
     optimizer, lost = SGD(run.model.parameters(), 0.1), Once()

@@ -47,6 +47,13 @@ MUTATIONS = (
         tests=f"{TESTS}::test_a_completed_step_steps_the_scheduler_only_where_the_program_does",
     ),
     Mutation(
+        name="undoing: lines that have run are completed after a commit that failed",
+        file=TRANSACTION,
+        old="        if self._lines is Lines.JUDGED:\n            return\n",
+        new="        if self._lines is Lines.JUDGED:\n            self._lines = Lines.DONE\n",
+        tests=f"{TESTS}::test_a_loss_in_the_commit_of_the_first_irregular_step_steps_no_scheduler_again",
+    ),
+    Mutation(
         name="undoing: a scheduler that has moved already is stepped once more",
         file=TRANSACTION,
         old="        if (is_due or self.follows) and self._can_follow and not self.has_moved:\n",

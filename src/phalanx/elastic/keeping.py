@@ -70,3 +70,4 @@ class Steps:
     def forget(self) -> None:
         """They are committed, or never were."""
         self.begun = self.ended = 0
+        self._after_step.forget()

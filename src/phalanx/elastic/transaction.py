@@ -13,6 +13,7 @@ The layout of what was learnt is made once and kept for as long as the tensors s
 from __future__ import annotations
 
 import copy
+import enum
 import logging
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
@@ -63,6 +64,22 @@ _LOADER = "loader"
 _NUMBERS = (int, float, complex, tuple)  # what a script may set among an optimizer's options: learning rates, betas
 
 
+class Lines(enum.Enum):
+    """Where the script is between an optimizer's step and the commit.
+
+    DONE     no step since the last commit      begin -> RUNNING
+    RUNNING  after a step                       end -> JUDGED; complete -> RUNNING, as if its scheduler had been stepped
+    JUDGED   they have run to the end           begin -> RUNNING (of another step in the same commit)
+
+    From each of them `forget` -> DONE: the step is committed, or never was. A commit may fail when lines were judged: they
+    have run all the same, and are not run again.
+    """
+
+    DONE = enum.auto()
+    RUNNING = enum.auto()
+    JUDGED = enum.auto()
+
+
 class AfterStep:
     """What the script does between `step()` and the commit. Nobody can make up for it, but for a scheduler's step.
 
@@ -78,8 +95,8 @@ class AfterStep:
     ) -> None:
         self._scheduler, self._untrained, self._optimizers = scheduler, untrained, optimizers
         self._generators = generators
-        # When the optimizer's step had ended; None once that was judged.
-        self._noted: tuple[Any, list[Any], list[Any]] | None = None
+        self._lines = Lines.DONE
+        self._noted = self._look()  # when the optimizer's step had ended
         self._changes: int | None = None  # of trained parameters, when only step() was to change them again
         self.follows: bool | None = None
         """Whether the scheduler was stepped after the optimizer in the step before; None if there was none."""
@@ -99,15 +116,15 @@ class AfterStep:
 
     def begin(self) -> None:
         """The optimizer's step has ended."""
-        self._noted = self._look()
+        self._lines, self._noted = Lines.RUNNING, self._look()
         self.rest()
 
     def end(self) -> None:
         """So have the lines of the script that belong to it."""
         self.check()
-        if self._noted is None:
+        if self._lines is not Lines.RUNNING:
             return  # no step since, and nothing is learnt of what follows one
-        (scheduled, *before), (now, *after), self._noted = self._noted, self._look(), None
+        (scheduled, *before), (now, *after), self._lines = self._noted, self._look(), Lines.JUDGED
         followed, self.follows = self.follows, now != scheduled
         # What a scheduler does to options is known by its step. One that is stepped now and then cannot be foreseen.
         if self.follows:
@@ -117,18 +134,22 @@ class AfterStep:
 
     @property
     def has_moved(self) -> bool:
-        """Whether the scheduler was stepped since the optimizer's step."""
-        return self._noted is not None and self._noted[0] != self._look()[0]
+        """Whether the scheduler was stepped since the optimizer's step, by lines that belong to it."""
+        if self._lines is Lines.JUDGED:
+            return bool(self.follows)
+        return self._lines is Lines.RUNNING and self._noted[0] != self._look()[0]
 
     def complete(self, is_due: bool) -> None:
         """Those lines may not have run: do what is known of them. `is_due`: the scheduler of some rank was stepped."""
+        if self._lines is Lines.JUDGED:
+            return
         if (is_due or self.follows) and self._can_follow and not self.has_moved:
-            self._noted = self._look()
+            self._lines, self._noted = Lines.RUNNING, self._look()
             self._scheduler.step()
 
     def forget(self) -> None:
-        """The step never was, or is done."""
-        self._noted = None
+        """The step never was, or is committed."""
+        self._lines = Lines.DONE
 
     def _look(self) -> tuple[Any, list[Any], list[Any]]:
         marks = [*map(mark_of, self._untrained), *map(_numbers_ahead, self._generators)]
