@@ -4,7 +4,7 @@ An optimizer of sharded state gives each rank a part of one update, so its optio
 step. It tells the reducer that reduces its parameters a few bits made of them; the first bucket's tail carries these, and
 every rank finds out in the backward itself, before any of the step is applied.
 
-    a pass begins          ranks agree on how gradients are reduced, and on what else was said of it in `words`, if
+    before buckets leave   ranks agree on how gradients are reduced, and on what else was said of it in `words`, if
                            that has changed on this rank;
                            `digest` is made from all who tell something, and stays for the pass
     came back different    `differ`: ranks exchange what the bits stood for, and name it
@@ -35,7 +35,7 @@ class Teller(Protocol):
     params: frozenset[int]
 
     def prepare(self, joined: bool) -> None:
-        """A pass begins, on every rank; with `joined`, one for which this rank has no inputs. May be a collective."""
+        """Before buckets of a pass leave; with `joined`, of one for which this rank has no inputs. May be a collective."""
 
     def tell(self) -> int:
         """A number made of the settings as they are now; other settings, as good as surely another number."""
@@ -76,7 +76,7 @@ class CarriedSettings(Listener):
             # The first: of a reduction that steps bucket by bucket, none has been stepped when it is back.
             reducer.buckets[0].tail.carried = self
 
-    def pass_began(self, joined: bool) -> None:
+    def launches_begin(self, joined: bool) -> None:
         reducer = self._reducer()
         assert reducer is not None, "a pass is one of a reducer that lives"
         reducer.strategy.agree(self._words)
