@@ -266,7 +266,7 @@ class Overlap(Listener):
             raise ReductionError(
                 "overlap_with_ddp=True is not possible inside torch.distributed.autograd. Use overlap_with_ddp=False."
             )
-        self.catch_up()
+        assert self.state is Engagement.READY, "divided when the reduction was installed, or when the plan settled"
         if self.gradient_shards is not None:
             if not joined and self.gradient_shards.has_means:
                 self._refuse_second_use()
