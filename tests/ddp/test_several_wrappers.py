@@ -87,16 +87,15 @@ def passed(models: Any, rank: int, step: int, width: int) -> torch.Tensor:
 PROGRAMS = {"twins": twins, "chained": chained, "apart": apart, "passed": passed}
 
 
-def train_together(rank: int, world: int, program: str, size: str, options: dict[str, Any], hook: str | None) -> None:
+def train_together(rank: int, world: int, program: str, size: str, options: dict[str, Any], hook_at: int | None) -> None:
     width, cap = WIDTHS[size]
     models, plain = ([Branched(width, 1 + k) for k in range(3)] for _ in range(2))
     wrapped = [phalanx.DistributedDataParallel(m, bucket_cap_mb=cap, on_unused="ignore", **options) for m in models]
     assert all(len(one.plan.buckets) > 2 for one in wrapped)
-    if hook is not None:
-        for one in wrapped:
-            one.register_comm_hook(None, allreduce_hook)
     loss_of = PROGRAMS[program]
     for step in range(6):
+        for one in wrapped if step == hook_at else ():
+            one.register_comm_hook(None, allreduce_hook)
         for model in (*models, *plain):
             model.zero_grad()
         loss_of(wrapped, rank, step, width).backward()
@@ -121,8 +120,10 @@ def test_wrappers_share_a_backward_whatever_each_rank_leaves_out(
 
 
 @everywhere
-def test_wrappers_with_hooks_share_a_backward(backend: str) -> None:
-    run_ranks(3, train_together, "twins", "small", {}, "allreduce", backend=backend)
+@pytest.mark.parametrize("hook_at", [0, 2], ids=["from the start", "midway"])
+def test_wrappers_with_hooks_share_a_backward(hook_at: int, backend: str) -> None:
+    # Midway, ranks agree on the hooks amid a backward in which some have buckets to launch first that others cannot yet.
+    run_ranks(3, train_together, "twins", "small", {}, hook_at, backend=backend)
 
 
 class MeanOverRanks(torch.autograd.Function):
@@ -191,7 +192,7 @@ def test_wrappers_of_one_shape_in_another_order_on_one_rank_are_told_apart(made:
         assert "wrapper 1" in message and "wrapper 2" in message and "same order on every rank" in message
 
 
-def one_of_two_raises(rank: int, world: int) -> None:
+def one_of_two_raises(rank: int, world: int, when: int) -> None:
     width, cap = WIDTHS["small"]
     models = [Branched(width, seed) for seed in (1, 2)]
     wrapped = [phalanx.DistributedDataParallel(model, bucket_cap_mb=cap) for model in models]
@@ -200,8 +201,8 @@ def one_of_two_raises(rank: int, world: int) -> None:
         raise ValueError("on purpose")
 
     for step in range(4):
-        if step == 2:
-            # After some buckets have left, at another place on each rank.
+        if step == when:
+            # At another place on each rank; but in the first backward, after some buckets have left.
             handle = next(models[rank % 2].parameters()).register_hook(refuse)
             with pytest.raises(ValueError, match="on purpose"):
                 sum(one(data(step, rank, width), True).sum() for one in wrapped).backward()
@@ -213,8 +214,9 @@ def one_of_two_raises(rank: int, world: int) -> None:
 
 
 @everywhere
-def test_a_backward_of_two_wrappers_that_raises_on_all_ranks_can_be_followed_by_another(backend: str) -> None:
-    run_ranks(2, one_of_two_raises, backend=backend)
+@pytest.mark.parametrize("when", [0, 2])
+def test_a_backward_of_two_wrappers_that_raises_on_all_ranks_can_be_followed_by_another(when: int, backend: str) -> None:
+    run_ranks(2, one_of_two_raises, when, backend=backend)
 
 
 def looked_at_alone(rank: int, world: int, looks_after: bool) -> None:

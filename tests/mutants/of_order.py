@@ -43,6 +43,13 @@ MUTATIONS = (
         tests=TESTS,
     ),
     Mutation(
+        name="order: ranks agree on the reduction when a pass begins, and not in launch order",
+        file=FLIGHT,
+        old="            listener.pass_began(joined)\n",
+        new="            listener.pass_began(joined)\n            listener.launches_begin(joined)\n",
+        tests=TESTS,
+    ),
+    Mutation(
         name="order: a wrapper that a failed backward did not reach is left out",
         file=REDUCER,
         old="            self.order.fail_waiting(ending.backward)\n",

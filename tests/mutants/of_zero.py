@@ -338,6 +338,13 @@ MUTATIONS = (
         tests="tests/zero/test_changes.py",
     ),
     Mutation(
+        name="overlap: an optimizer made midway divides its state when a backward begins",
+        file=OVERLAP,
+        old="        if reducer.settled:\n            # Not when",
+        new="        if False:\n            # Not when",
+        tests="tests/zero/test_changes.py",
+    ),
+    Mutation(
         name="overlap: whole gradients that a hook left are not known to have been used",
         file=OVERLAP,
         old="            if not self.scatters:\n                self._forget",

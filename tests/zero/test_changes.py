@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import phalanx
 from phalanx.errors import ConfigError
 from tests.cluster import run_ranks
-from tests.ddp.by_hand import alike, everywhere, inputs, mean_by_hand, widths
+from tests.ddp.by_hand import SMALL, alike, everywhere, inputs, mean_by_hand, widths
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.covering(1)]
 
@@ -127,6 +127,50 @@ def accumulate_late(rank: int, world: int, width: int, stage: int) -> None:
 @pytest.mark.parametrize("stage", [1, 2])
 def test_a_late_part_is_added_to_the_sum_of_two_backwards_once(stage: int, width: int, backend: str) -> None:
     run_ranks(2, accumulate_late, width, stage, backend=backend)
+
+
+def join_two_midway(rank: int, world: int) -> None:
+    """Two wrappers share a backward, and get their optimizers after it; then each rank leaves out another layer."""
+    pairs = [[nn.ModuleList(nn.Linear(SMALL, SMALL) for _ in range(3)) for _ in range(2)] for _ in range(2)]
+    for one, other in zip(*pairs, strict=True):
+        other.load_state_dict(one.state_dict())
+    models, plain = [[Skipping(layers) for layers in side] for side in pairs]
+    wrapped = [phalanx.DistributedDataParallel(model, bucket_cap_mb=0.0012, on_unused="ignore") for model in models]
+
+    def loss(of: list[Any], step: int, each: int) -> torch.Tensor:
+        return sum(model(inputs(step, each, SMALL), step > 0 and each == 0) for model in of)
+
+    loss(wrapped, 0, rank).backward()
+    joined = {"overlap_with_ddp": True, "lr": 0.1}
+    optimizers = [phalanx.ZeroRedundancyOptimizer(model.parameters(), optim.SGD, **joined) for model in models]
+    alone = optim.SGD([param for model in plain for param in model.parameters()], lr=0.1)
+    for step in range(1, 4):
+        for each in optimizers:
+            each.zero_grad()
+        loss(wrapped, step, rank).backward()
+        alone.zero_grad()
+        sum(loss(plain, step, each) / world for each in range(world)).backward()
+        alone.step()
+    for model, other in zip(models, plain, strict=True):
+        torch.testing.assert_close(list(model.parameters()), list(other.parameters()))
+
+
+class Skipping(nn.Module):
+    """Layers of which the last but one may be left out."""
+
+    def __init__(self, layers: nn.ModuleList) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x: torch.Tensor, skips: bool) -> torch.Tensor:
+        for number, layer in enumerate(self.layers):
+            x = x if skips and number == 1 else torch.tanh(layer(x))
+        return x.square().mean()
+
+
+@everywhere
+def test_wrappers_that_share_a_backward_are_joined_midway(backend: str) -> None:
+    run_ranks(2, join_two_midway, backend=backend, timeout_s=30, pg_timeout_s=10)
 
 
 def ignore_one(rank: int, world: int) -> None:

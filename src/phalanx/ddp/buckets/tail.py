@@ -240,8 +240,9 @@ class Tail:
         fixed = sum(count << bit for bit, count in enumerate(counts[_WEIGHT_AT:_NESTED_AT]))
         default = self.world - counts[_WEIGHTED_AT]
         in_step = counts[:_SIGNATURE_BITS] == [bit * self.world for bit in self._bits(step)]
-        # Ranks that are not at the same step need not have the same settings.
-        if in_step and self.carried is not None:
+        # Ranks that are not at the same step need not have the same settings; nor one that has given up, and may have been
+        # given others since. Nobody uses what comes of it.
+        if in_step and self.carried is not None and not counts[_GIVEN_UP_AT]:
             mine = [bit * self.world for bit in _settings_bits(self.digest if digest is None else digest)]
             if counts[_SETTINGS_AT:_LATE_AT] != mine:
                 raise self.carried.differ(step)

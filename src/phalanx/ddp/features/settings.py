@@ -4,8 +4,8 @@ An optimizer of sharded state gives each rank a part of one update, so its optio
 step. It tells the reducer that reduces its parameters a few bits made of them; the first bucket's tail carries these, and
 every rank finds out in the backward itself, before any of the step is applied.
 
-    a pass begins          ranks agree on how gradients are reduced, and on what else was said of it in `words`, if
-                           that has changed on this rank;
+    a pass begins          has changed on this rank how gradients are reduced, or what else was said of it in `words`?
+    before buckets leave   if so, ranks agree on it;
                            `digest` is made from all who tell something, and stays for the pass
     came back different    `differ`: ranks exchange what the bits stood for, and name it
     came back equal        whoever told something is told that all ranks have it
@@ -24,7 +24,7 @@ from typing import Protocol
 from ...comm.failure.agreement import differences, encode
 from ...errors import MismatchError
 from ..buckets.tail import SETTINGS_BITS
-from ..reducer import Listener, Reducer
+from ..reducer import Listener, Question, Reducer
 
 _EXCHANGE_S = 5.0
 
@@ -35,7 +35,7 @@ class Teller(Protocol):
     params: frozenset[int]
 
     def prepare(self, joined: bool) -> None:
-        """A pass begins, on every rank; with `joined`, one for which this rank has no inputs. May be a collective."""
+        """Before buckets of a pass leave; with `joined`, of one for which this rank has no inputs. May be a collective."""
 
     def tell(self) -> int:
         """A number made of the settings as they are now; other settings, as good as surely another number."""
@@ -56,6 +56,7 @@ class CarriedSettings(Listener):
         self._tellers: list[Teller] = []
         self._told: list[tuple[Teller, int]] = []
         self._words: dict[str, str] = {}
+        self._question: Question | None = None  # of the last pass that began
         self.digest = 0
         self.plan_adopted()
 
@@ -70,6 +71,12 @@ class CarriedSettings(Listener):
         self._tellers = [known for known in self._tellers if not known.params & teller.params]
         self._tellers.append(teller)
 
+    @property
+    def _owner(self) -> Reducer:
+        reducer = self._reducer()
+        assert reducer is not None, "a listener lives with its reducer"
+        return reducer
+
     def plan_adopted(self) -> None:
         reducer = self._reducer()
         if reducer is not None:
@@ -77,9 +84,12 @@ class CarriedSettings(Listener):
             reducer.buckets[0].tail.carried = self
 
     def pass_began(self, joined: bool) -> None:
-        reducer = self._reducer()
-        assert reducer is not None, "a pass is one of a reducer that lives"
-        reducer.strategy.agree(self._words)
+        # Now, and not when buckets leave: what is changed after a backward that raised is for the next.
+        self._question = self._owner.strategy.question(self._words)
+
+    def launches_begin(self, joined: bool) -> None:
+        if self._question is not None:
+            self._owner.strategy.agree(self._question)
         if not self._tellers:
             return
         for teller in self._tellers:
@@ -100,12 +110,10 @@ class CarriedSettings(Listener):
 
     def differ(self, step: int) -> MismatchError:
         """The error for ranks whose digests differ, naming what does. Every rank calls it."""
-        reducer = self._reducer()
-        assert reducer is not None, "a tail is read while its reducer lives"
         mine: dict[str, str] = {}
         for teller, _ in self._told:
             mine |= teller.settings()
-        board = reducer.collectives.board
+        board = self._owner.collectives.board
         text = encode("the settings of the optimizer", mine).decode()
         said = board.exchange("settings", text, _EXCHANGE_S)
         where = f"{board.me}: step {step}"

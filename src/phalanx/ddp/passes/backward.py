@@ -110,7 +110,7 @@ class Pass:
         self._unusual: set[int] = set()  # buckets of which this rank has something to say
         # What the pass has learnt or done so far. Each of these becomes true at most once, apart from the others and from
         # the state of the pass; no two of them make a life cycle.
-        self._others_gave_up = self._has_given = False
+        self._has_agreed = self._others_gave_up = self._has_given = False
         # Whether a backward inside this backward is known, or announced to a strategy that has to know: on this rank,
         # and on any rank, by their tails.
         self._nests, self._nests_somewhere = may_nest and not joined and self.strategy.gives_for_good, False
@@ -131,6 +131,16 @@ class Pass:
         if self._shares is None:
             self._shares = agree_on_shares(self._weight, self.collectives, self.reducer.params[0].device)
         return self._shares
+
+    def agree(self) -> None:
+        """Before the first bucket leaves: what ranks agree on has its place among the launches.
+
+        Not when the pass begins: wrappers that share a backward do so at other moments on other ranks.
+        """
+        if not self._has_agreed:
+            for listener in self.reducer.listeners:
+                listener.launches_begin(self.joined)
+            self._has_agreed = True  # not before: ranks that differ have launched nothing
 
     # -- during backward -----------------------------------------------------------------------
 
@@ -175,6 +185,7 @@ class Pass:
 
     @torch.no_grad()
     def _take_and_send(self, bucket: Bucket) -> None:
+        self.agree()
         self.make_way(bucket)
         if self.reducer.plan_state is PlanState.FIXED:
             mark_promised(self.reducer, bucket)

@@ -65,5 +65,6 @@ def give_up(run: Pass) -> Generator[None]:
 
 
 def _send_nothing(run: Pass, bucket: Bucket, given_up: bool = False) -> None:
+    run.agree()
     bucket.take_nothing()
     run.send(bucket, [0] * len(bucket.slots), given_up)

@@ -2,6 +2,6 @@
 
 from .listener import Listener
 from .reducer import Reducer, ReducerOptions
-from .strategy import AllReduce, HookStrategy, Mean, Strategy
+from .strategy import AllReduce, HookStrategy, Mean, Question, Strategy
 
-__all__ = ["AllReduce", "HookStrategy", "Listener", "Mean", "Reducer", "ReducerOptions", "Strategy"]
+__all__ = ["AllReduce", "HookStrategy", "Listener", "Mean", "Question", "Reducer", "ReducerOptions", "Strategy"]

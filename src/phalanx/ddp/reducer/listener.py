@@ -1,8 +1,8 @@
 """Who hears of a pass: one protocol for everything around the reducer.
 
 Called on every rank in this order: `pass_began`, then per bucket `bucket_full` (not for every bucket),
-`bucket_sent`, `bucket_given`; `backward_ended` in between; then `pass_ended`, and when all have heard of that,
-`pass_closed`; or `pass_failed` at any point.
+`bucket_sent`, `bucket_given`; `launches_begin` before the first is sent; `backward_ended` in between; then `pass_ended`,
+and when all have heard of that, `pass_closed`; or `pass_failed` at any point.
 `plan_adopted` and `plan_resumed` come between two passes. All methods are optional. Listeners are called in the order in
 which they were added; what one raises ends the pass. Nobody but the reducer and the strategy changes a slot.
 """
@@ -21,7 +21,13 @@ class Listener:
     uses_means: bool = False
 
     def pass_began(self, joined: bool) -> None:
-        """A backward that is reduced has begun; with `joined`, only on other ranks: this one has no input left."""
+        """A backward that is reduced has begun; with `joined`, only on other ranks: this one has no input left.
+
+        No place for a collective: of several wrappers in one backward, another may begin first on another rank.
+        """
+
+    def launches_begin(self, joined: bool) -> None:
+        """The first bucket is about to leave, in its turn among those of all wrappers. May be a collective."""
 
     def bucket_full(self, bucket: Bucket) -> None:
         """The last gradient of the bucket has arrived."""

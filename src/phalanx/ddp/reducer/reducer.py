@@ -327,7 +327,7 @@ class Reducer(TorchReducer):
             for listener in self.listeners if beginning is Beginning.WENT_AROUND else ():
                 listener.went_around()
             return None
-        # Beginning may be a collective too. One that has not begun by now has got no gradient on this rank.
+        # They launch first, and would not be waited for. One that has not begun by now has got no gradient on this rank.
         for other in self.earlier:
             other.begin_owed()
         self.recover()

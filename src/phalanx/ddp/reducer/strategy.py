@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,6 +27,15 @@ _KNOWN = ("phalanx.", "torch.")
 _SIMPLE = (bool, int, float, str, torch.dtype)
 
 Hook = Callable[[Any, GradBucket], torch.futures.Future[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What ranks have to agree on, and why this rank asks. `more`: what `words` hold beside the strategy's own."""
+
+    words: Mapping[str, str]
+    why: str
+    more: Mapping[str, str]
 
 
 class Strategy(abc.ABC):
@@ -49,16 +59,22 @@ class Strategy(abc.ABC):
         """What must be the same on all ranks, or their collectives would not fit together."""
         return {"reduction": type(self).__name__}
 
-    def agree(self, more: Mapping[str, str]) -> None:
-        """Before the first backward after a change, since each rank registers hooks by itself. Every rank calls it.
+    def question(self, more: Mapping[str, str]) -> Question | None:
+        """What a pass that begins has to compare before it launches anything: how it is reduced, if that has changed.
 
-        `more` is compared as well: what acts on the means. Another object means that it has changed.
+        Each rank registers hooks by itself. `more` is compared as well: what acts on the means. Another object means that it
+        has changed.
         """
         # By identity: this is asked in every pass, and there may be an entry per parameter.
-        if self._agreed is None or self._agreed[0] is not self.collectives or self._agreed[1] is not more:
-            words = {**self.in_words(), **more}
-            self.collectives.agree("the reduction of gradients", words, self._why(words))
-            self._agreed = self.collectives, more
+        if self._agreed is not None and self._agreed[0] is self.collectives and self._agreed[1] is more:
+            return None
+        words = {**self.in_words(), **more}
+        return Question(words, self._why(words), more)
+
+    def agree(self, question: Question) -> None:
+        """Compare what `question` asked for. Every rank calls it."""
+        self.collectives.agree("the reduction of gradients", question.words, question.why)
+        self._agreed = self.collectives, question.more
 
     def _why(self, words: Mapping[str, str]) -> str:
         """Why this rank asks for an agreement, for the case that it asks alone."""
@@ -227,11 +243,11 @@ class HookStrategy(Strategy):
             held = {**getattr(self.state, "__dict__", {}), **{name: getattr(self.state, name, None) for name in slots}}
         return {name: value for name, value in held.items() if isinstance(value, _SIMPLE)}
 
-    def agree(self, more: Mapping[str, str]) -> None:
+    def question(self, more: Mapping[str, str]) -> Question | None:
         # Set or loaded since the last pass, perhaps on this rank alone: it decides which collectives the hook makes.
         if self._left is not None and self._left != self._settings():
             self._agreed = None
-        super().agree(more)
+        return super().question(more)
 
     def _why(self, words: Mapping[str, str]) -> str:
         before, now = self._left or {}, self._settings()

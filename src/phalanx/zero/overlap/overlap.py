@@ -172,10 +172,13 @@ class Overlap(Listener):
                 self._install(wrapper, reducer)
 
     def _install(self, wrapper: DistributedDataParallel, reducer: Reducer) -> None:
-        """Scatter from the next backward on, or if that is to be observed, from the one after it."""
+        """Scatter from the next backward on, or if that is to be observed, from the one after it. Every rank is here."""
         assert self._scatter is not None, "there is a reduction to install"
         strategy: Strategy = self._scatter if reducer.settled else AllReduce(reducer.collectives)
         reducer.use(strategy, wider_plan(wrapper) if self.stage == 1 else None)
+        if reducer.settled:
+            # Not when that backward begins: it moves state, and several wrappers begin at other moments on other ranks.
+            self.catch_up()
 
     # -- the partition -------------------------------------------------------------------------
 
@@ -263,7 +266,7 @@ class Overlap(Listener):
             raise ReductionError(
                 "overlap_with_ddp=True is not possible inside torch.distributed.autograd. Use overlap_with_ddp=False."
             )
-        self.catch_up()
+        assert self.state is Engagement.READY, "divided when the reduction was installed, or when the plan settled"
         if self.gradient_shards is not None:
             if not joined and self.gradient_shards.has_means:
                 self._refuse_second_use()
