@@ -54,6 +54,8 @@ class Wrapped:
     def forward(self, call: Call, data: int, sync: bool) -> Iterator[Any]:
         inputs = make_batch(data, self.rank)
         self.x = inputs[0]
+        if call.inner:
+            self._release_kept()
         with ExitStack() as stack:
             for member in () if sync else self.members:
                 stack.enter_context(member.ddp.no_sync())

@@ -146,9 +146,11 @@ class Alone:
     ) -> Iterator[Any]:
         loss.backward(retain_graph=retain)
         self._harvest()
-        if sync:
-            yield Mean(weight, models=models)
-            self._reduced(models)
+        # No gradient of a model begins a reduction of it where all of its parameters are frozen.
+        trained = tuple(n for n in self.chosen(models) if any(p.requires_grad for p in self.nets[n].parameters()))
+        if sync and trained:
+            yield Mean(weight, models=trained)
+            self._reduced(trained)
 
     def ran_backward(self, sync: bool) -> Iterator[Any]:
         self._harvest()

@@ -163,6 +163,8 @@ class Wider(Draw):
         if "dtype" in self.kinds and self.often(0.4):
             narrow = {part.kind for part in self.parts} <= set(KINDS_OF_DTYPE["bfloat16"])
             narrow = narrow and self.options.get("hook") in (None, "allreduce_hook")
+            # The plain optimizer would keep a state of few digits for good; ours follows the parameters.
+            narrow = narrow and self.options["optimizer"] == "sgd"
             dtype = self.chance.choice(("float64", "float64", "float32", *(["bfloat16"] if narrow else [])))
             # A gradient that is divided among the ranks cannot be converted, which is refused in words.
             found.append(ev.Dtype(dtype, zeroed=self.mode.startswith("overlapped") or self.often(0.5)))
