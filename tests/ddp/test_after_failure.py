@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn, optim
 
 import phalanx
@@ -20,6 +21,9 @@ pytestmark = [pytest.mark.timeout(60), pytest.mark.covering(2)]
 
 class Trained:
     """A wrapped model, a bucket per layer, and the same model by hand."""
+
+    group: dist.ProcessGroup  # another one, of the same ranks
+    optimizer: phalanx.ZeroRedundancyOptimizer
 
     def __init__(self) -> None:
         self.model = Net(SMALL)
@@ -64,6 +68,12 @@ def change(trained: Trained, how: str) -> None:
     elif how == "dtype":
         trained.wrapped.double()
         trained.plain.double()
+    elif how == "group":
+        trained.wrapped.update_process_group(trained.group)
+    elif how == "parameter group":
+        trained.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+    elif how == "rate":
+        trained.optimizer.param_groups[0]["lr"] = 0.05
     elif how == "another wrapper":
         failed, trained.wrapped = trained.wrapped, phalanx.DistributedDataParallel(trained.model)
         assert not failed.reducer.has_failed
@@ -73,6 +83,10 @@ def change(trained: Trained, how: str) -> None:
 
 def changed_after(rank: int, world: int, how: str) -> None:
     trained = Trained()
+    if how == "group":
+        trained.group = dist.new_group([*range(world)])
+    if how in ("parameter group", "rate"):
+        trained.optimizer = phalanx.ZeroRedundancyOptimizer(trained.model.parameters(), optim.SGD, lr=0.1)
     for step in range(3):
         if step == 1:
             trained.fail(rank)
@@ -80,8 +94,11 @@ def changed_after(rank: int, world: int, how: str) -> None:
         trained.train(step, rank, world)
 
 
+CHANGES = ["hook", "parameters", "dtype", "group", "another wrapper", "an optimizer", "parameter group", "rate"]
+
+
 @everywhere
-@pytest.mark.parametrize("how", ["hook", "parameters", "dtype", "another wrapper", "an optimizer"])
+@pytest.mark.parametrize("how", CHANGES)
 def test_what_a_failed_pass_owes_comes_before_whatever_the_wrapper_is_changed_to(how: str, backend: str) -> None:
     run_ranks(2, changed_after, how, backend=backend, timeout_s=30, pg_timeout_s=12)
 

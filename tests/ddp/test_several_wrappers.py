@@ -36,7 +36,7 @@ widths = pytest.mark.parametrize("size", WIDTHS)
 
 
 class Branched(nn.Module):
-    """A layer in the middle that a rank may leave out; with None for `with_extra`, all of them."""
+    """A layer in the middle that a rank may leave out; with None for `with_extra`, all of them: the input is returned."""
 
     def __init__(self, width: int, seed: int) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Branched(nn.Module):
 
     def forward(self, x: torch.Tensor, with_extra: bool | None) -> torch.Tensor:
         if with_extra is None:
-            return 2.0 * x
+            return x
         x = torch.tanh(self.first(x))
         return self.last(torch.tanh(self.extra(x)) if with_extra else x)
 
@@ -84,7 +84,14 @@ def passed(models: Any, rank: int, step: int, width: int) -> torch.Tensor:
     return x.square().mean()
 
 
-PROGRAMS = {"twins": twins, "chained": chained, "apart": apart, "passed": passed}
+def handed(models: Any, rank: int, step: int, width: int) -> torch.Tensor:
+    """A wrapper whose module returns on this rank what others take as well, and autograd comes to after all of them."""
+    x = data(step, rank, width).requires_grad_()
+    outs = [model(x, None if k and leaves_out(rank, step, k) else True) for k, model in enumerate(models)]
+    return sum(out.square().mean() for out in outs)
+
+
+PROGRAMS = {"twins": twins, "chained": chained, "apart": apart, "passed": passed, "handed": handed}
 
 
 def train_together(rank: int, world: int, program: str, size: str, options: dict[str, Any], hook_at: int | None) -> None:

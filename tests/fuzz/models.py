@@ -156,9 +156,7 @@ class Net(nn.Module):
         self.aux: torch.Tensor | None = None
 
     def forward(self, x: torch.Tensor, tokens: torch.Tensor) -> Any:
-        # A model that runs nothing still computes: to an input that is returned as it is, autograd comes last of all, when
-        # other wrappers' buckets have left (docs/design/reducer.md, several wrappers).
-        call, h, middle = self.call, x if self.call.route else 1.0 * x, x
+        call, h, middle = self.call, x, x
         for place, (number, how) in enumerate(call.route):
             if place == call.boom:
                 h = Boom.apply(h)

@@ -50,6 +50,13 @@ MUTATIONS = (
         tests=TESTS,
     ),
     Mutation(
+        name="order: an input that is an output is returned as it is",
+        file=MODULE,
+        old=" if self.reducer.order.has_several else output\n",
+        new=" if self.reducer is None else output\n",
+        tests=TESTS,
+    ),
+    Mutation(
         name="order: a wrapper that a failed backward did not reach is left out",
         file=REDUCER,
         old="            self.order.fail_waiting(ending.backward)\n",
@@ -68,6 +75,20 @@ MUTATIONS = (
         file=ORDER,
         old="if known.has_failed and (known is asking or not known.is_torn)]\n",
         new="if known.has_failed and known.backward == asking.backward]\n",
+        tests="tests/ddp/test_after_failure.py",
+    ),
+    Mutation(
+        name="order: what one wrapper owes to the old group is never sent when it goes to another",
+        file=MODULE,
+        old="        recover_before_leaving(before, self.process_group)\n",
+        new="",
+        tests="tests/ddp/test_after_failure.py",
+    ),
+    Mutation(
+        name="order: what was changed after a backward that raised is told for that backward",
+        file="src/phalanx/ddp/buckets/tail.py",
+        old=" and not counts[_GIVEN_UP_AT]:\n",
+        new=":\n",
         tests="tests/ddp/test_after_failure.py",
     ),
     Mutation(

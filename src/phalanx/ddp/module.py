@@ -1,8 +1,7 @@
 """DistributedDataParallel: torch's signature and behaviour around our reducer.
 
-This module puts the parts together and is thin on purpose: what travels together is decided in `plan`, when it
-travels in `reducer`, and everything else a wrapper does has a file of its own. Each rank constructs it at the
-same time, with the same model and arguments; construction compares that before any data moves.
+This module puts the parts together: what travels together is decided in `plan`, when it travels in `reducer`, and all else
+has a file of its own. Each rank constructs it at the same time, with the same model and arguments, which is compared first.
 """
 
 from __future__ import annotations
@@ -46,10 +45,10 @@ from .like_torch.base import TorchBase
 from .like_torch.steps import REFUSED_ATTRIBUTES
 from .notices import FirstInputs, notices
 from .passes.arming import Forward
-from .passes.order import order_of, recover
+from .passes.order import order_of, recover, recover_before_leaving
 from .reducer import HookStrategy, Reducer, ReducerOptions
 from .statistics import Statistics, summarise
-from .structure import map_tensors, may_nest, watch
+from .structure import map_tensors, may_nest, watch, with_own_tensors
 from .timeline import Timeline
 from .torch_names import TorchNames, activate
 from .wrappers import announce
@@ -248,8 +247,7 @@ class DistributedDataParallel(TorchBase):
             finally:
                 self._leave_module(context)
             report_uncompiled(self, self.reducer)
-            self._after_forward(forward, output)
-            return output
+            return self._after_forward(forward, output, (inputs, kwargs))
 
     @untraced
     def _enter_module(self) -> ExitStack:
@@ -294,21 +292,23 @@ class DistributedDataParallel(TorchBase):
         return forward, inputs, kwargs
 
     @untraced
-    def _after_forward(self, forward: Forward | None, output: Any) -> None:
+    def _after_forward(self, forward: Forward | None, output: Any, inputs: Any) -> Any:
         self.timeline.forward_ended()
         if torch.is_grad_enabled() or self._join_config.enable:
             self._sync_buffers_at(BufferHookLocation.POST_FORWARD)
         if forward is None:
-            return
+            return output
         # Asked now and not when forward began: Lightning's manual optimisation takes it back inside.
         self.require_forward_param_sync = self.require_backward_grad_sync
-        context_id = current_context()
-        if context_id is not None:
+        if (context_id := current_context()) is not None:
             forward.elsewhere = partial(gradients_of_context, context_id)
+        # To a tensor that was there before, autograd comes when all that uses it is done: too late for the launch order.
+        output = with_own_tensors(output, inputs) if self.reducer.order.has_several else output
         watched = watch(output, partial(_reached, weakref.ref(self), forward))
         forward.returned(watched)
         if self.reducer.strategy.gives_for_good:
             forward.may_nest = not watched.sees_all or may_nest(output)
+        return output
 
     def _on_output(self, forward: Forward) -> None:
         """A pass of autograd has reached an output."""
@@ -391,10 +391,11 @@ class DistributedDataParallel(TorchBase):
     def update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
         """Go on over another group: shrunk, grown or renewed. Every rank of the new group takes part.
 
-        Ranks that join construct their wrapper on the new group at the same time; parameters and buffers are
-        then replicated from its rank 0. Registered hooks with a group of their own must be told separately.
+        Ranks that join construct their wrapper on the new group at the same time; parameters and buffers are then replicated
+        from its rank 0. Registered hooks with a group of their own must be told separately.
         """
-        self.process_group = arguments.choose_group(new_process_group, None)
+        before, self.process_group = self.process_group, arguments.choose_group(new_process_group, None)
+        recover_before_leaving(before, self.process_group)
         self.collectives = collectives_for(self.process_group)
         self._number = self._agree()
         self.reducer.move(self.collectives, self._number)
@@ -409,9 +410,8 @@ class DistributedDataParallel(TorchBase):
     def verify(self) -> None:
         """Return when every backward so far is known to have averaged what belonged together; raise if one has not.
 
-        On the CPU that is known at the end of each backward. On a device the host does not wait for it: a step is judged at
-        the end of the next one, or here. Asked before anything is kept: by `state_dict`, also of the wrapped module and of
-        `ZeroRedundancyOptimizer`, by the `Checkpointer`, at the end of `join`, and by the worker that leaves.
+        On the CPU that is known at the end of each backward. On a device a step is judged at the end of the next, or here.
+        Asked before anything is kept: by all `state_dict`s, the `Checkpointer`, `join` and the worker that leaves.
         """
         self.reducer.late_checks.judge(self.reducer)
 

@@ -92,6 +92,15 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> A
     return value
 
 
+def with_own_tensors(value: Any, inputs: Any) -> Any:
+    """`value` with a copy in place of every tensor that is one of `inputs`, handed through as it is."""
+    handed = {id(tensor) for tensor in tensors_in(inputs) if tensor.requires_grad}
+    if not handed or handed.isdisjoint(map(id, tensors_in(value))):
+        return value
+    # Not a view: a change in place would put another node in the place of the one that is watched.
+    return map_tensors(value, lambda tensor: tensor.clone() if id(tensor) in handed else tensor)
+
+
 def may_nest(value: Any) -> bool:
     """Whether a backward through `value` may run another backward inside: reentrant checkpointing does.
 

@@ -273,6 +273,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         """Add a group, at any time; every rank calls it. State that exists is partitioned anew with the rest."""
         if not isinstance(param_group, dict):
             raise ArgumentTypeError(f"a parameter group is a dict with 'params' and options, got {param_group!r:.80}.")
+        if self.initialized:
+            recover(self._sharded.collectives.group)  # by the groups of the pass that failed, if one did
         super().add_param_group(param_group)
         if self.initialized:
             try:

@@ -125,15 +125,15 @@ class TorchSteps:
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
         forward, inputs, kwargs = self._wrapper._before_forward(inputs, kwargs)
         # A stack: a module may call another forward of the same wrapper inside.
-        self._wrapper.__dict__.setdefault("_open_forwards", []).append(forward)
+        self._wrapper.__dict__.setdefault("_open_forwards", []).append((forward, (inputs, kwargs)))
         return inputs, kwargs
 
     def _post_forward(self, output: Any) -> Any:
         open_forwards = self._wrapper.__dict__.get("_open_forwards")
         if not open_forwards:
             raise ConfigError("_post_forward without _pre_forward. Call the wrapper itself, or both in this order.")
-        self._wrapper._after_forward(open_forwards.pop(), output)
-        return output
+        forward, inputs = open_forwards.pop()
+        return self._wrapper._after_forward(forward, output, inputs)
 
     def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         with self._inside_ddp_forward():

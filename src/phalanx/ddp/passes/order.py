@@ -17,10 +17,12 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Generator, Iterator, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
+from ...errors import CommunicationError
 from ...optim.engine import running_graph
 
 if TYPE_CHECKING:
@@ -47,9 +49,14 @@ class LaunchOrder:
         """`reducer` has gone to another group."""
         self._reducers = [known for known in self._reducers if known() not in (None, reducer)]
 
+    @property
+    def has_several(self) -> bool:
+        """Whether a backward may be one of several wrappers."""
+        return len(self._reducers) > 1
+
     def sharing(self, ending: Ending) -> list[Reducer]:
         """The wrappers that take part in the backward of `ending`, the first one first."""
-        if len(self._reducers) == 1:
+        if not self.has_several:
             return [ending.reducer]
         found: list[tuple[int, Reducer]] = []
         for reducer in self.alive:
@@ -124,6 +131,17 @@ def recover(group: dist.ProcessGroup | None) -> None:
     order = None if group is None else _orders.get(group)
     for reducer in () if order is None else order.alive:
         reducer.recover()
+
+
+def recover_before_leaving(old: dist.ProcessGroup, new: dist.ProcessGroup) -> None:
+    """Before a wrapper goes on over `new`: as `recover`, where all ranks of `old` come along. Others may be gone."""
+    try:
+        comes_along = set(dist.get_process_group_ranks(old)) <= set(dist.get_process_group_ranks(new))
+    except (KeyError, ValueError):  # the old group has been destroyed
+        return
+    if comes_along:
+        with suppress(CommunicationError):  # what ended the old group may be the reason to leave it
+            recover(old)
 
 
 def take_turns(parts: Sequence[Generator[None]]) -> None:
