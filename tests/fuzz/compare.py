@@ -195,7 +195,7 @@ def judge(program: Program, trace: Sequence[Snapshot], rank: int, states: Sequen
     """Run the reference beside the trace of `rank`, event by event, up to the first difference."""
     jobs = [Alone(program, number) for number in range(program.ranks)]
     shared: list[tuple[bool, ...]] = []
-    uncertain = False
+    uncertain: set[int] = set()
     for at, (event, got) in enumerate(zip(program.events, trace, strict=True)):
         before = [p.detach().clone() for p in jobs[rank].params]
         scales = [0.0] * len(before)
@@ -224,8 +224,12 @@ def judge(program: Program, trace: Sequence[Snapshot], rank: int, states: Sequen
             return Verdict(None, tuple(shared))
         alike = tuple(all(_same(w.grads[n], wanted[0].grads[n]) for w in wanted) for n in range(len(before)))
         # How far a backward got before it raised may differ between ranks: zeros here, none there, until the next mean.
-        uncertain = type(event).__name__ == "Fail" or (uncertain and not any(scales))
-        shared.append((False,) * len(alike) if uncertain else alike)
+        if type(event).__name__ == "Fail":
+            uncertain.update(range(len(alike)))
+        for numbers in jobs[0].numbers_of:
+            if any(scales[number] for number in numbers):
+                uncertain.difference_update(numbers)
+        shared.append(tuple(same and number not in uncertain for number, same in enumerate(alike)))
         _adopt(jobs, got, alike)
     for model, state in enumerate(states):
         found = None if state is None else _state_difference(program, jobs[0], model, state["state"])
