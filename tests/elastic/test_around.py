@@ -13,6 +13,7 @@ import phalanx
 from phalanx.checkpoint.capture import Subject
 from phalanx.elastic import refusal
 from phalanx.elastic.decision import Report
+from phalanx.elastic.keeping import Keeping
 from phalanx.elastic.refusal import refuse_what_cannot_change, wrappers_of
 from phalanx.errors import ConfigError, MismatchError, PeerFailure
 from tests.elastic.mirrored import Once, Run
@@ -83,6 +84,29 @@ def test_a_scheduler_that_is_stepped_now_and_then_is_stepped_when_the_program_wo
 
     run.prepare(optimizer, scheduler).run(train)
     assert lost.has_happened and scheduler.last_epoch == 3
+
+
+@pytest.mark.parametrize("option", ["weight_decay", "lr"])
+def test_options_that_the_program_changes_beside_a_scheduler_are_changed_once(runs: Any, option: str) -> None:
+    run, lost = runs(), Once()
+    optimizer = SGD(run.model.parameters(), 0.1, weight_decay=0.1)
+    scheduler = LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
+    seen: dict[int, float] = {}
+
+    def train(training: Any) -> None:
+        while training.step < 6:
+            value = optimizer.param_groups[0][option]
+            assert seen.setdefault(training.step, value) == value, "another value for the same step"
+            run.step(optimizer, torch.ones(1, 2))
+            if training.step == 3:
+                lost()
+            scheduler.step()
+            optimizer.param_groups[0][option] += 0.01
+            training.commit()
+
+    training = run.prepare(optimizer, scheduler)
+    training.run(train)
+    assert lost.has_happened and len(seen) == 6 and training._keeping is Keeping.WRITTEN
 
 
 def test_a_scheduler_that_some_rank_has_stepped_is_stepped_by_those_who_complete_the_step(runs: Any) -> None:

@@ -191,15 +191,15 @@ MUTATIONS = (
     Mutation(
         name="elastic: options that the script sets after a step are not looked at",
         file=TRANSACTION,
-        old="            before, after = before[:1], after[:1]\n        is_irregular",
-        new="            pass\n        before, after = before[:1], after[:1]\n        is_irregular",
+        old="_not_scheduled(after[1])\n        is_irregular",
+        new="_not_scheduled(after[1])\n        before, after = before[:1], after[:1]\n        is_irregular",
         tests=AROUND,
     ),
     Mutation(
         name="elastic: a scheduler that is stepped now and then is foreseen",
         file=TRANSACTION,
-        old="is_irregular = followed is not None and followed != self.follows",
-        new="is_irregular = False",
+        old="is_irregular = (followed is not None and followed != self.follows) or (",
+        new="is_irregular = (",
         tests=AROUND,
     ),
     Mutation(

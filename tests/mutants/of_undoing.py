@@ -54,6 +54,13 @@ MUTATIONS = (
         tests=f"{TESTS}::test_a_loss_in_the_commit_of_the_first_irregular_step_steps_no_scheduler_again",
     ),
     Mutation(
+        name="undoing: a scheduler hides what the program does to other options",
+        file=TRANSACTION,
+        old="            before[1], after[1] = _not_scheduled(before[1]), _not_scheduled(after[1])\n",
+        new="            before[1] = after[1]\n",
+        tests="tests/elastic/test_around.py",
+    ),
+    Mutation(
         name="undoing: a scheduler that has moved already is stepped once more",
         file=TRANSACTION,
         old="        if (is_due or self.follows) and self._can_follow and not self.has_moved:\n",

@@ -128,8 +128,8 @@ class AfterStep:
         followed, self.follows = self.follows, now != scheduled
         # What a scheduler does to options is known by its step. One that is stepped now and then cannot be foreseen.
         if self.follows:
-            before, after = before[:1], after[:1]
-        is_irregular = followed is not None and followed != self.follows
+            before[1], after[1] = _not_scheduled(before[1]), _not_scheduled(after[1])
+        is_irregular = (followed is not None and followed != self.follows) or (self.follows and not self._is_on_schedule())
         self.is_needed = self.is_needed or before != after or is_irregular or (self.follows and not self._can_follow)
 
     @property
@@ -154,13 +154,25 @@ class AfterStep:
     def _look(self) -> tuple[Any, list[Any], list[Any]]:
         marks = [*map(mark_of, self._untrained), *map(_numbers_ahead, self._generators)]
         groups = [group for one in self._optimizers for group in one.param_groups]
-        options = [value for group in groups for value in group.values() if isinstance(value, _NUMBERS)]
+        options = [option for group in groups for option in group.items() if isinstance(option[1], _NUMBERS)]
         return getattr(self._scheduler, "last_epoch", None), marks, options
+
+    def _is_on_schedule(self) -> bool:
+        """Whether the learning rates are those that the scheduler set: a script may change them beside it."""
+        if not hasattr(self._scheduler, "get_last_lr"):
+            return True
+        rates = [float(group["lr"]) for group in self._scheduler.optimizer.param_groups]
+        return rates == [float(rate) for rate in self._scheduler.get_last_lr()]
 
     def _count_changes(self) -> int:
         # By torch's own count of changes in place, which those through `.data` are not in.
         groups = (group for one in self._optimizers for group in one.param_groups)
         return sum(param._version for group in groups for param in group["params"])
+
+
+def _not_scheduled(options: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
+    """Those that no scheduler of torch changes."""
+    return [option for option in options if option[0] not in ("lr", "momentum", "betas")]
 
 
 def mark_of(param: torch.Tensor) -> tuple[Any, ...]:
