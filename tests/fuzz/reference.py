@@ -177,7 +177,8 @@ class Alone:
         """Whether a step leaves no gradient. Scattered ones, used in backward, are freed too, but may still be zeroed."""
         program, zero = self.programs[model], dict(self.programs[model].zero)
         by_element = zero.get("partition") != "parameter" and program.mixed is None and program.hook is None
-        return zero.get("stage") == 2 and not (program.mode == "overlapped" and by_element)
+        is_scattered = program.mode == "overlapped" and by_element and program.ranks > 1
+        return zero.get("stage") == 2 and not is_scattered
 
     def fail(self, loss: torch.Tensor, sync: bool) -> None:
         """A backward that raises leaves no gradient behind; what it recomputed may have changed buffers.
