@@ -109,7 +109,7 @@ def test_memory_rows_shrink_with_the_world() -> None:
     ddp, one, two = memory_rows(plan, other_bytes=10, state_bytes=240_000, world=4, bucket_view=True)
     assert (ddp.parameters, ddp.gradients, ddp.state) == (120_010, 120_000, 240_000)
     assert (one.gradients, one.state) == (120_000, 60_000)
-    assert (two.gradients, two.state) == (200_000, 60_000)
+    assert (two.gradients, two.state) == (100_000, 60_000)
     assert memory_rows(plan, 0, 0, 4, bucket_view=False)[0].gradients == 240_000
     with pytest.raises(ConfigError, match="at least one rank"):
         memory_rows(plan, 0, 0, 0, bucket_view=True)

@@ -134,12 +134,15 @@ def recover(group: dist.ProcessGroup | None) -> None:
 
 
 def recover_before_leaving(old: dist.ProcessGroup, new: dist.ProcessGroup) -> None:
-    """Before a wrapper goes on over `new`: as `recover`, where all ranks of `old` come along. Others may be gone."""
+    """Before a wrapper goes on over `new`: as `recover`, where it has the ranks of `old`.
+
+    Where it has not, others may be gone, or may have left `old` long before this rank: nobody would pay with it.
+    """
     try:
-        comes_along = set(dist.get_process_group_ranks(old)) <= set(dist.get_process_group_ranks(new))
+        is_renewed = set(dist.get_process_group_ranks(old)) == set(dist.get_process_group_ranks(new))
     except (KeyError, ValueError):  # the old group has been destroyed
         return
-    if comes_along:
+    if is_renewed:
         with suppress(CommunicationError):  # what ended the old group may be the reason to leave it
             recover(old)
 
