@@ -26,7 +26,10 @@ import xxhash
 
 from ..errors import CheckpointError
 from .storage.disk import disk_of, is_remote
-from .storage.writer import DONE, END, FAILED, WARNING, Job, MappedMemory, run_job
+from .storage.writer import DONE, END, FAILED, WARNING, WRITTEN, Job, MappedMemory, run_job
+
+# How long a process that ends waits for the other ranks' parts of its last save. Where they are healthy, they are there.
+_OTHERS_S = 3.0
 
 # Stands in for the packages above the writer's, whose own modules would import torch.
 _BOOTSTRAP = """
@@ -78,6 +81,7 @@ class Writer(abc.ABC):
 
     def __init__(self) -> None:
         self.save: str | None = None  # the job under way
+        self._is_written = False  # this rank's part of it; those of others may be missing
         self.progress = ""
         self.warnings: list[str] = []
         self._outcome: str | None = None
@@ -86,7 +90,7 @@ class Writer(abc.ABC):
         """Begin to write. No other job is under way."""
         assert self.save is None, "one save at a time"
         self._start()
-        self.save, self._outcome = job.manifest.save, None
+        self.save, self._outcome, self._is_written = job.manifest.save, None, False
         self.progress = f"step {job.manifest.about.get('step')}: {job.manifest.num_bytes / 1e6:.0f} MB to write"
         try:
             self._send(job)
@@ -116,6 +120,7 @@ class Writer(abc.ABC):
             return
         if "of" in report:
             self.progress = f"{self.progress.split(':')[0]}: {100 * report['done'] // report['of']} % written"
+        self._is_written = self._is_written or report["state"] == WRITTEN
         if report["state"] in (DONE, FAILED):
             self._outcome = report.get("text", "")
 
@@ -133,7 +138,7 @@ class Writer(abc.ABC):
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Return when the writer has finished what it has, and is gone."""
+        """Return when the writer has written what it has. A commit that waits for other ranks it makes by itself."""
 
 
 class WriterProcess(Writer):
@@ -206,13 +211,27 @@ class WriterProcess(Writer):
             self._process.stdin.write(END)
         with contextlib.suppress(OSError):
             self._process.stdin.close()
-        # It ends at once unless it is still writing, and by itself if other ranks do not write theirs. Its reports are read
-        # until then: a pipe that is full would keep it waiting for us.
-        while os.read(self._process.stdout.fileno(), 1 << 16):
-            pass
-        self._process.wait()
+        self._await_end(self._process)
         self._process.stdout.close()
         self._process = None
+
+    def _await_end(self, process: subprocess.Popen[bytes]) -> None:
+        """Return when the writer is gone, or waits for the parts of other ranks alone: it outlives this process.
+
+        Those may have died, and who ends must not be held up by them: others would wait for it in turn.
+        """
+        assert process.stdout is not None, "it was asked for"
+        waiting, unread = select.poll(), self._unread
+        left_s = _OTHERS_S if self._is_written else None
+        waiting.register(process.stdout, select.POLLIN)
+        while waiting.poll(None if left_s is None else 1e3 * left_s):
+            # Reports are read to the end: a pipe that is full would keep it waiting for us.
+            if not (data := os.read(process.stdout.fileno(), 1 << 16)):
+                process.wait()
+                return
+            *lines, unread = (unread + data).split(b"\n")
+            if any(json.loads(line)["state"] == WRITTEN for line in lines):
+                left_s = _OTHERS_S
 
 
 class WriterThread(Writer):
