@@ -405,6 +405,8 @@ def _batches(
                 assert sum(worker.gather([len(ids) for _, ids in seen])) == plan.samples
     if loader is not None:
         return
+    if not plan.has_extra:
+        position.used = training.step * 3 * plan.batch  # not as a step left it that never was
     while position.used < plan.samples or plan.generations or _waits_for(plan.until, worker):
         assert worker.member is not None and worker.member.formed is not None
         if 0 < plan.generations <= worker.member.formed.generation:
