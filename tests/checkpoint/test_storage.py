@@ -23,12 +23,14 @@ from hypothesis import given
 from torch import nn
 
 from phalanx import Checkpointer
+from phalanx.checkpoint import process
 from phalanx.checkpoint.process import SharedMemory, WriterProcess
 from phalanx.checkpoint.reshard import Held, cover, renamed, share
 from phalanx.checkpoint.storage import library
 from phalanx.checkpoint.storage.disk import Disk, RemoteDisk
 from phalanx.checkpoint.storage.library import Entry, Keep
 from phalanx.checkpoint.storage.manifest import COMMITTED, Commit, Manifest, SaveName, content_hash, has_content
+from phalanx.checkpoint.storage.writer import Job
 from phalanx.checkpoint.tree import decode, encode
 from phalanx.errors import ConfigError, StateError
 from tests.checkpoint.runs import Run, differing
@@ -59,6 +61,30 @@ def test_a_writer_ends_though_somebody_else_holds_its_input(tmp_path: Path) -> N
         writer.close()
     finally:
         os.close(held)
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("is_polled", [False, True])
+def test_who_ends_does_not_wait_for_the_part_of_a_rank_that_died(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_polled: bool
+) -> None:
+    monkeypatch.setattr(process, "_OTHERS_S", 0.2)
+    memory = SharedMemory()
+    memory.reserve(64, pinned=False)
+    writer = WriterProcess(memory, str(tmp_path), shows=False)
+    writer.submit(Job(str(tmp_path), Manifest("step-1.000001.00000000", 0, 2, 64), patience_s=60.0))
+    started = writer._process
+    assert started is not None
+    while is_polled and not writer._is_written:
+        assert writer.poll(1.0) is None
+    try:
+        writer.close()
+        assert started.poll() is None, "it outlives whoever asked for it"
+        assert list(tmp_path.glob("*/rank-0*")), "this rank's part is there"
+    finally:
+        started.kill()
+        started.wait()
+        memory.close()
 
 
 def test_shares_are_even() -> None:
@@ -318,6 +344,7 @@ def test_memory_during_a_save_is_one_share_more(tmp_path: Path) -> None:
 import os, time, torch
 from pathlib import Path
 from phalanx import Checkpointer
+from phalanx.checkpoint import process
 
 def held(pid):
     lines = Path(f"/proc/{{pid}}/smaps_rollup").read_text().splitlines()
