@@ -19,6 +19,7 @@ from phalanx.elastic.refusal import refuse_what_cannot_change
 from phalanx.elastic.transaction import Transaction
 from phalanx.errors import ConfigError
 from tests.elastic.mirrored import Once
+from tests.elastic.program import Position
 
 
 def test_a_scaler_that_was_left_inside_of_its_step_scales_the_next_one_anew(runs: Any) -> None:
@@ -193,17 +194,6 @@ def test_a_scheduler_that_wants_a_number_is_not_stepped_without_it(runs: Any) ->
 
     training.run(train)
     assert lost.has_happened and scheduler.last_epoch == 5 and training._keeping is Keeping.WRITTEN
-
-
-class Position:
-    def __init__(self) -> None:
-        self.used = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"used": self.used}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.used = state["used"]
 
 
 def test_no_sample_is_used_twice_where_the_place_in_the_data_is_extra(runs: Any) -> None:
