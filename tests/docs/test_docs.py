@@ -189,3 +189,12 @@ def test_the_readmes_example_runs_beside_a_clone_named_phalanx(tmp_path: Path) -
         [sys.executable, "train.py"], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60 * PATIENCE
     )
     assert re.fullmatch(r"loss [\d.]+ on 1 workers\n", done.stdout), done.stderr
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))], ids=lambda page: page.stem)
+def test_files_that_a_page_names_are_there(page: Path) -> None:
+    tops = [ROOT / name for name in ("src", "tests", "bench", "examples")]
+    files = [str(path) for top in tops for path in top.rglob("*.py")]
+    # With a folder, so that a page may call a user's script what it likes.
+    named = set(re.findall(r"`((?:\w+/)+\w+\.py)`", page.read_text()))
+    assert not {name for name in named if not any(path.endswith(f"/{name}") for path in files)}

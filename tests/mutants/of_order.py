@@ -64,6 +64,13 @@ MUTATIONS = (
         tests=TESTS,
     ),
     Mutation(
+        name="order: a backward that raises behind a frozen wrapper is one of no other",
+        file=REDUCER,
+        old="        if self.has_failed or accumulates:\n",
+        new="        if self.has_failed:\n",
+        tests=TESTS,
+    ),
+    Mutation(
         name="order: a backward that raises is one of every wrapper that waits for a backward",
         file=ORDER,
         old="        graph = running_graph()\n",

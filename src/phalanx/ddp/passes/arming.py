@@ -96,7 +96,7 @@ class Ending(BackwardEnd):
         self.is_over = False
 
     def raised(self) -> None:
-        self.reducer.backward_raised(self, self.forward.reduces and accumulates())
+        self.reducer.backward_raised(self, accumulates())
 
 
 class NestedEnding(Ending):

@@ -380,15 +380,15 @@ class Reducer(TorchReducer):
 
     # -- end of backward -----------------------------------------------------------------------
 
-    def backward_raised(self, ending: Ending, reduces: bool) -> None:
-        """Called before the user sees the exception; `reduces`: had it gone on, it would have been reduced."""
+    def backward_raised(self, ending: Ending, accumulates: bool) -> None:
+        """Before the user sees the exception; `accumulates`: it was a `backward()` for all leaves."""
         self._arming.raised()
         self._remember_place(ending)
         if self.state in (OBSERVING, REDUCING):
             self._fail()
-        elif self.state is IDLE and reduces and any(param.requires_grad for param in self.params):
+        elif self.state is IDLE and accumulates and ending.forward.reduces and any(p.requires_grad for p in self.params):
             self.state = pass_state.miss(self.state)
-        if self.has_failed:
+        if self.has_failed or accumulates:  # also of a frozen one, or one in no_sync: those behind it may have a part in it
             self.order.fail_waiting(ending.backward)
 
     def fail_unreached(self, backward: int, number: int) -> None:
@@ -491,7 +491,7 @@ class Reducer(TorchReducer):
         for listener in self.listeners:
             listener.pass_closed()
         self.late_checks.judge(self, before=self.step - 1)
-        # Last: it may raise, on the ranks that have inputs only, when nothing is left that ranks do together.
+        # Last: it may raise, on ranks with inputs only, when nothing is left that ranks do together.
         if missed and not run.joined and self.options.on_unused != "ignore":
             text = unused_everywhere(f"{self.collectives.me}: step {self.step - 1}", missed, num_params)
             if self.options.on_unused == "raise":
