@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import phalanx
-from tests.fuzz.member import Member
+from tests.fuzz.member import Member, make_optimizer
 from tests.fuzz.models import frozen_param, group_of, make_batch, make_model, params_of, run_models, split
 from tests.fuzz.program import Call, Program
 
@@ -39,7 +39,12 @@ class Wrapped:
         self._placed: list[tuple[torch.nn.Parameter, int]] = []
         self.parts_of = program.parts_of
         self.nets = split(self.model, self.parts_of)
-        self.members = [Member(program.of(number), net) for number, net in enumerate(self.nets)]
+        first = make_optimizer(program.for_optimizer, self.model) if program.common and program.optimizer_first else None
+        self.members = [Member(program.of(number), net, program.common) for number, net in enumerate(self.nets)]
+        if program.common:
+            common = make_optimizer(program.for_optimizer, self.model) if first is None else first
+            for member in self.members:
+                member.optimizer = common
 
     # -- the verbs of events -------------------------------------------------------------------
 
@@ -50,6 +55,10 @@ class Wrapped:
     def chosen(self, models: tuple[int, ...] | None) -> list[Member]:
         """These of the models; all of them for None."""
         return self.members if models is None else [self.members[number] for number in models]
+
+    def trained(self, models: tuple[int, ...] | None = None) -> list[Member]:
+        """One of them for each optimizer of theirs."""
+        return self.chosen(models)[: self.program.num_optimizers]
 
     def forward(self, call: Call, data: int, sync: bool) -> Iterator[Any]:
         inputs = make_batch(data, self.rank)
@@ -124,22 +133,23 @@ class Wrapped:
             self._release_kept()
         else:
             self._placed = []
-        for member in self.chosen(models):
-            if via == "optimizer" and member.program.mode != "in_backward":
+        by_optimizer = via == "optimizer" and self.program.mode != "in_backward"
+        for member in self.trained(models) if by_optimizer else self.chosen(models):
+            if by_optimizer:
                 member.optimizer.zero_grad(set_to_none=how == "none")
             else:
                 (member.ddp if via == "wrapper" else member.net).zero_grad(set_to_none=how == "none")
 
     def clip(self, norm: float, models: tuple[int, ...] | None = None) -> None:
         self._release_kept()
-        for member in self.chosen(models):
+        for member in self.trained(models):
             if member.program.has_sharded_state:
                 member.optimizer.clip_grad_norm_(norm)
             else:
                 torch.nn.utils.clip_grad_norm_(params_of(member.optimizer), norm)
 
     def step(self, models: tuple[int, ...] | None = None) -> None:
-        for member in self.chosen(models):
+        for member in self.trained(models):
             if dict(member.program.zero).get("stage") == 2:
                 self._placed = []  # the step frees gradients
             if member.program.mode != "in_backward":
@@ -158,7 +168,7 @@ class Wrapped:
         yield from ()
 
     def rate(self, factor: float) -> None:
-        for member in self.members:
+        for member in self.trained():
             for group in member.optimizer.param_groups:
                 group["lr"] *= factor
 
@@ -196,7 +206,7 @@ class Wrapped:
         param.register_post_accumulate_grad_hook(on_gradient)
 
     def reload(self, what: str) -> None:
-        for member in self.members:
+        for member in self.members if what == "module" else self.trained():
             optimizer = member.optimizer
             if what == "module":
                 member.ddp.load_state_dict(member.start)
@@ -216,8 +226,8 @@ class Wrapped:
             self._kept = []
 
     def whole_state(self) -> list[dict[str, Any] | None]:
-        """By model, the optimizer's whole state on rank 0; every rank calls it."""
-        return [self._state_of(member) for member in self.members]
+        """By optimizer, its whole state on rank 0; every rank calls it."""
+        return [self._state_of(member) for member in self.trained()]
 
     def _state_of(self, member: Member) -> dict[str, Any] | None:
         if member.program.mode == "in_backward":

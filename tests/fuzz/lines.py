@@ -176,7 +176,7 @@ def _other_lines(program: Program, event: Any) -> list[str]:
 
 def _step_lines(program: Program, clip: float | None, which: tuple[int, ...] | None) -> list[str]:
     lines = []
-    for number in range(len(program.parts_of)) if which is None else which:
+    for number in range(program.num_optimizers) if which is None else which:
         mine, one = program.of(number), f"optimizers[{number}]" if program.models else "optimizer"
         if clip is not None and mine.has_sharded_state:
             lines.append(f"{one}.clip_grad_norm_({clip})")
@@ -188,7 +188,7 @@ def _step_lines(program: Program, clip: float | None, which: tuple[int, ...] | N
 
 
 def _group_lines(program: Program, part: int, rate: float) -> list[str]:
-    owner = next((number for number, parts in enumerate(program.parts_of) if part in parts), 0)
+    owner = 0 if program.common else next((number for number, parts in enumerate(program.parts_of) if part in parts), 0)
     one = f"optimizers[{owner}]" if program.models else "optimizer"
     params = f"list(model.parts[{part}].parameters())"
     if part < 0:
@@ -210,7 +210,7 @@ def _reload_lines(program: Program, what: str) -> list[str]:
     if what == "module":
         return ["model.load_state_dict(start)" if program.models else "ddp.load_state_dict(start)"]
     lines = []
-    for number in range(len(program.parts_of)):
+    for number in range(program.num_optimizers):
         one = f"optimizers[{number}]" if program.models else "optimizer"
         if not program.of(number).has_sharded_state:
             lines.append(f"{one}.load_state_dict({one}.state_dict())")

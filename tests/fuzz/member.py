@@ -13,15 +13,16 @@ from tests.fuzz.program import OPTIMIZERS, Program
 
 
 class Member:
-    """A wrapped model with its optimizer. `program` is that of this model alone."""
+    """A wrapped model with its optimizer, unless that is not its own. `program` is that of this model alone."""
 
-    def __init__(self, program: Program, net: Net) -> None:
+    def __init__(self, program: Program, net: Net, shares: bool) -> None:
         self.program, self.net = program, net
         self.start = {name: value.clone() for name, value in net.state_dict().items()}
-        if program.optimizer_first or program.mode == "in_backward":
+        self.optimizer: Any = None
+        if not shares and (program.optimizer_first or program.mode == "in_backward"):
             self.optimizer = make_optimizer(program, net)
         self.ddp = wrap(program, net)
-        if not hasattr(self, "optimizer"):
+        if not shares and self.optimizer is None:
             self.optimizer = make_optimizer(program, net)
         self.forwards = self.ddp
         if program.mode == "compiled":

@@ -87,6 +87,7 @@ class Program(Value):
     optimizer_first: bool = False
     models: tuple[Model, ...] = ()  # empty: one model, of all parts
     held: tuple[int, ...] = ()  # parts that the optimizer is made without, and gets later as a group
+    common: bool = False  # of several models, which are trained alike: one optimizer for all of them
 
     @property
     def modes(self) -> tuple[str, ...]:
@@ -112,13 +113,23 @@ class Program(Value):
         ends = list(itertools.accumulate(model.parts for model in self.models)) or [len(self.parts)]
         return tuple(range(start, end) for start, end in zip([0, *ends], ends, strict=False))
 
+    @property
+    def num_optimizers(self) -> int:
+        return 1 if self.common else len(self.parts_of)
+
+    @property
+    def for_optimizer(self) -> Program:
+        """Of the common one: what it is made by, with all parts."""
+        return self.of(0).but(parts=self.parts, held=self.held)
+
     def of(self, model: int) -> Program:
         """The program of one of the models, as if there were no others."""
         if not self.models:
             return self
         mine, parts = self.models[model], self.parts_of[model]
         held = tuple(number - parts.start for number in self.held if number in parts)
-        return self.but(parts=self.parts[parts.start : parts.stop], mode=mine.mode, zero=mine.zero, models=(), held=held)
+        own = {"mode": mine.mode, "zero": mine.zero, "models": (), "held": held, "common": False}
+        return self.but(parts=self.parts[parts.start : parts.stop], **own)
 
     def but(self, **changes: Any) -> Program:
         return dataclasses.replace(self, **changes)

@@ -88,6 +88,8 @@ class Alone:
         name, options = OPTIMIZERS[program.optimizer]
         kind = getattr(torch.optim, name)
         given = [given_params(*one) for one in zip(self.programs, self.nets, strict=True)]
+        if program.common:
+            given = [given_params(program.for_optimizer, self.model)]
         self.optimizers = [kind(params, **options) for params in given]
         numbers = {id(param): number for number, param in enumerate(self.params)}
         self.numbers_of = [sorted({numbers[id(p)] for p in net.parameters()}) for net in self.nets]
@@ -122,6 +124,10 @@ class Alone:
     def chosen(self, models: tuple[int, ...] | None) -> Sequence[int]:
         """These of the models; all of them for None."""
         return range(len(self.nets)) if models is None else models
+
+    def trained(self, models: tuple[int, ...] | None = None) -> Sequence[int]:
+        """The optimizers of these models: as many as there are models, or one."""
+        return self.chosen(models)[: len(self.optimizers)]
 
     @property
     def _low_dtype(self) -> torch.dtype | None:
@@ -213,10 +219,10 @@ class Alone:
         self.heard.clear()
 
     def zero(self, how: str, via: str, models: tuple[int, ...] | None = None) -> None:
+        by_optimizer = via == "optimizer" and self.program.mode != "in_backward"
+        for number in self.trained(models) if by_optimizer else self.chosen(models):
+            (self.optimizers if by_optimizer else self.nets)[number].zero_grad(set_to_none=how == "none")
         for number in self.chosen(models):
-            net, optimizer = self.nets[number], self.optimizers[number]
-            by_optimizer = via == "optimizer" and self.programs[number].mode != "in_backward"
-            (optimizer if by_optimizer else net).zero_grad(set_to_none=how == "none")
             if how == "none":
                 self.doubtful -= {n for n in self.numbers_of[number] if self.params[n].grad is None}
 
@@ -226,11 +232,11 @@ class Alone:
         return any(self.params[number].grad is None for number in self.doubtful)
 
     def clip(self, norm: float, models: tuple[int, ...] | None = None) -> None:
-        for number in self.chosen(models):
+        for number in self.trained(models):
             torch.nn.utils.clip_grad_norm_(params_of(self.optimizers[number]), norm)
 
     def step(self, models: tuple[int, ...] | None = None) -> None:
-        for number in self.chosen(models):
+        for number in self.trained(models):
             if not self.programs[number].steps_in_backward:
                 self.optimizers[number].step()
                 self._stepped(number)
@@ -254,7 +260,8 @@ class Alone:
     def add_group(self, part: int, rate: float) -> None:
         optimizer, params = self.optimizers[0], [frozen_param()]
         if part >= 0:
-            optimizer = next(o for o, parts in zip(self.optimizers, self.parts_of, strict=True) if part in parts)
+            owner = next(number for number, parts in enumerate(self.parts_of) if part in parts)
+            optimizer = self.optimizers[0 if self.program.common else owner]
             params = list(self.model.parts[part].parameters())
         optimizer.add_param_group(group_of(params, rate))
 

@@ -216,16 +216,17 @@ def _setting(program: Program) -> list[str]:
 
 
 def _setting_of_several(program: Program, wrapping: str) -> list[str]:
-    numbers = range(len(program.models))
     lines = [f"parts_of = {list(program.parts_of)!r}", "nets = [Net(model.parts[n] for n in parts) for parts in parts_of]"]
     lines += ["ddps, optimizers = [], []"]
-    for number in numbers:
-        made = f"optimizers.append({_optimizer(program.of(number), f'nets[{number}]')})"
+    common = [f"optimizers.append({_optimizer(program.for_optimizer, 'model')})"] if program.common else []
+    lines += common if program.optimizer_first else []
+    for number in range(len(program.models)):
+        made = [f"optimizers.append({_optimizer(program.of(number), f'nets[{number}]')})"] if not program.common else []
         wrap = [f"net = nets[{number}]", f"ddps.append({wrapping})"]
         if program.hook is not None:
             wrap.append(f"ddps[-1].register_comm_hook(None, hooks.{program.hook})")
-        lines += [made, *wrap] if program.optimizer_first else [*wrap, made]
-    return lines
+        lines += [*made, *wrap] if program.optimizer_first else [*wrap, *made]
+    return lines if program.optimizer_first else [*lines, *common]
 
 
 def _optimizer(program: Program, model: str) -> str:

@@ -129,6 +129,7 @@ _PLAIN = (
     ("views", False),
     ("find_unused", False),
     ("batched", False),
+    ("common", False),
     ("cap_mb", None),
     ("optimizer_first", False),
     ("optimizer", "sgd"),
@@ -147,7 +148,11 @@ def _fewer_models(program: Program) -> Iterator[Program]:
         plain = {"models": None, "together": "chain"} if isinstance(event, Pass) else {"models": None}
         events.append(dataclasses.replace(event, **plain) if hasattr(event, "models") else event)
     for mode in dict.fromkeys(program.models):
-        yield program.but(events=tuple(events), models=(), mode=mode.mode, zero=mode.zero)
+        yield program.but(events=tuple(events), models=(), mode=mode.mode, zero=mode.zero, common=False)
+    if program.common:
+        yield program.but(models=tuple(Model(model.parts) for model in program.models))
+        yield program.but(models=tuple(Model(model.parts, model.mode) for model in program.models))
+        return
     for number, model in enumerate(program.models):
         for simpler in (Model(model.parts), Model(model.parts, model.mode)):
             if simpler != model:

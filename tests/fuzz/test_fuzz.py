@@ -64,7 +64,7 @@ def test_every_event_and_part_and_option_is_drawn() -> None:
     defined = {name for name, kind in vars(ev).items() if isinstance(kind, type) and hasattr(kind, "run")}
     assert kinds == defined
     fields = ("views", "static", "find_unused", "skip_unused", "batched", "mixed", "delayed", "hook", "optimizer_first")
-    fields += ("nonfinite", "drift", "models", "held")
+    fields += ("nonfinite", "drift", "models", "held", "common")
     for field in fields:
         assert any(getattr(program, field) for program in programs), f"no program with {field}"
     assert {program.ranks for program in programs} == {1, 2, 3, 4}
@@ -216,6 +216,10 @@ def test_the_script_of_a_program_does_the_same(options: dict[str, object], tmp_p
 def test_the_script_of_several_models_does_the_same(tmp_path: Path, runner: Runner) -> None:
     models = (Model(2), Model(1, "overlapped_later"))
     _check_script(_program(*OF_SEVERAL, models=models, held=(1,), cap_mb=0.0001), tmp_path, runner)
+    both = [ev.Step() if isinstance(event, ev.Step) else event for event in OF_SEVERAL]
+    models = (Model(2, "zero"), Model(1, "zero"))
+    without = [event for event in both if not isinstance(event, ev.Dtype)]
+    _check_script(_program(*without, models=models, held=(1,), cap_mb=0.0001, common=True), tmp_path, runner)
 
 
 def _check_script(program: Program, tmp_path: Path, runner: Runner) -> None:

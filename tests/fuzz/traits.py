@@ -101,6 +101,7 @@ def words_of(program: Program) -> set[str]:
     found |= {"large"} if any(num_bytes(part) >= THRESHOLDS[0] for part in program.parts) else set()
     found |= {"many_rows"} if any(part.kind == "SparseWords" and part.width >= 2000 for part in program.parts) else set()
     options = ("views", "static", "find_unused", "skip_unused", "batched", "mixed", "delayed", "hook", "nonfinite", "drift")
+    options += ("common",)
     found |= {name for name in options if getattr(program, name)}
     options_of_zero = (*program.zero, *(pair for model in program.models for pair in model.zero))
     found |= {f"{name}={value}" for name, value in options_of_zero}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import random
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -86,6 +87,9 @@ class Wider(Draw):
                 options["optimizer"] = "sgd"
         self.models = [dataclasses.replace(model, zero=self.zero_of(model.mode)) for model in self.models]
         self.held = self.draw_held()
+        # Of a chance of its own, so that the rest of the program stays what it was.
+        alike = set(self.modes) in ({"plain"}, {"zero"})
+        self.common = alike and random.Random(f"common {self.seed}").random() < 0.35
 
     def draw_watching(self) -> None:
         super().draw_watching()
@@ -142,7 +146,7 @@ class Wider(Draw):
     # -- the steps -----------------------------------------------------------------------------
 
     def program(self) -> Program:
-        drawn = super().program().but(models=tuple(self.models), held=self.held)
+        drawn = super().program().but(models=tuple(self.models), held=self.held, common=self.common)
         return drawn.but(mode="plain", zero=()) if self.models else drawn
 
     def begin(self) -> list[Any]:
@@ -188,6 +192,8 @@ class Wider(Draw):
         due = self.may_step([*events, *found])
         if len(due) == max(len(self.models), 1):
             return [*found, last]
+        if self.common:
+            return found
         return [*found, dataclasses.replace(last, models=tuple(due))] if due else found
 
     def may_step(self, events: Sequence[Any]) -> list[int]:
