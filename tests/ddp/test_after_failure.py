@@ -131,3 +131,26 @@ def another_goes_on(rank: int, world: int, forwards_first: bool, both_fail: bool
 @pytest.mark.parametrize("both_fail", [False, True], ids=["one", "both"])
 def test_what_one_wrapper_owes_comes_before_what_another_sends(forwards_first: bool, both_fail: bool, backend: str) -> None:
     run_ranks(2, another_goes_on, forwards_first, both_fail, backend=backend, timeout_s=30, pg_timeout_s=12)
+
+
+def step_after_failure(rank: int, world: int) -> tuple[torch.Tensor, torch.Tensor, set[int]]:
+    """What has come before a rank raised is zeros then; elsewhere there was nothing."""
+    trained = Trained()
+    # The first that gets gradient, and most of all: each rank owns a part of it.
+    trained.model.b = nn.Linear(SMALL, 64 * SMALL)
+    before = trained.model.b.weight.detach().clone()
+    trained.wrapped = phalanx.DistributedDataParallel(trained.model)
+    optimizer = phalanx.ZeroRedundancyOptimizer(trained.model.parameters(), optim.RMSprop, lr=0.1, weight_decay=0.1)
+    trained.fail(rank)
+    trained.wrapped.zero_grad(set_to_none=False)
+    optimizer.step()
+    optimizer.consolidate_state_dict(to=0)
+    states = set(optimizer.state_dict()["state"]) if rank == 0 else set()
+    return before, trained.model.b.weight.detach().clone(), states
+
+
+@everywhere
+def test_a_sharded_step_by_zeros_of_a_failed_backward_is_one_of_all_ranks(backend: str) -> None:
+    (before, first, states), (_, second, _) = run_ranks(2, step_after_failure, backend=backend, timeout_s=30)
+    assert torch.equal(first, second) and 2 in states
+    assert bool((before != first).all())  # by decay alone, whoever owns an element

@@ -177,7 +177,8 @@ class Wider(Draw):
     def draw_step(self, step: int, events: Sequence[Any]) -> list[Any]:
         needs = self.options["optimizer"] == "lbfgs"
         # Its gradients are not taken over before the step: in low precision some optimizers make much of their rounding.
-        if needs or ("closure" in self.kinds and self.often(0.5) and "mixed" not in self.options):
+        rounds = "mixed" in self.options or str(self.options.get("hook")).endswith("_compress_hook")
+        if needs or ("closure" in self.kinds and self.often(0.5) and not rounds):
             rate = self.chance.choice((1.0, 0.5, 2.0))
             routes = self.draw_routes(step, nested="nested" in self.kinds)
             # Once backward has made the step, a change is too late for it, which is refused in words.

@@ -78,6 +78,13 @@ MUTATIONS = (
         tests=TESTS,
     ),
     Mutation(
+        name="order: gradients that a failed backward left on some ranks only stay so",
+        file="src/phalanx/ddp/passes/joined.py",
+        old="    _fill_in(run)\n",
+        new="    pass\n",
+        tests="tests/ddp/test_after_failure.py",
+    ),
+    Mutation(
         name="order: what one wrapper owes waits until that wrapper is used again",
         file=ORDER,
         old="if known.has_failed and (known is asking or not known.is_torn)]\n",

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ..buckets import slot
 from ..buckets.bucket import Bucket, Stage
 
 if TYPE_CHECKING:
@@ -60,8 +61,28 @@ def give_up(run: Pass) -> Generator[None]:
                 bucket.give([0] * len(bucket.slots))
                 bucket.hold_again()
     # With nothing left to send, the pass had failed at its very end, which every rank was told of then.
-    if first < len(run.buckets) and (reading is None or reading.num_given_up != run.collectives.world):
+    if first == len(run.buckets):
+        return
+    if reading is None or reading.num_given_up != run.collectives.world:
         raise run.unequal()
+    _fill_in(run)
+
+
+def _fill_in(run: Pass) -> None:
+    """Every rank gave up: who has no gradient where another rank has one gets zeros.
+
+    Ranks came to different places before they raised. Zeroed in place, what had come is a gradient on some ranks only, and
+    these alone would step the parameter, by its decay and momentum.
+    """
+    params, device = run.reducer.params, run.reducer.params[0].device
+    here = torch.tensor([param.grad is not None for param in params], dtype=torch.float32, device=device)
+    run.collectives.wait(run.collectives.all_reduce(here), "comparing what a backward that raised has left")
+    for index, num_ranks in enumerate(here.tolist()):
+        bucket, place = run.reducer.places[index]
+        param = params[index]
+        if num_ranks and param.grad is None and param.requires_grad and not bucket.sparse:
+            param.grad = torch.zeros_like(param, requires_grad=False)
+            slot.hold(bucket.states, place)
 
 
 def _send_nothing(run: Pass, bucket: Bucket, given_up: bool = False) -> None:
