@@ -25,6 +25,8 @@ from typing import Any
 from phalanx.errors import ConfigError, StateError
 
 FACTS = "run.json"
+LONGEST = 1 << 28
+"""Of any text that is read at once. A file from elsewhere may seem to have terabytes and take no room on the disk."""
 
 
 def open_private(path: Path) -> int:
@@ -38,6 +40,34 @@ def refuse_special(path: Path) -> None:
     """Raise StateError for what is there and is no file: reading a pipe waits for ever, a device may never end."""
     if path.exists() and not path.is_file():
         raise StateError(f"{path} is not a plain file. Do not read folders of which you do not know who made them.")
+
+
+def replace_private(path: Path, text: str) -> None:
+    """Make `path` hold `text`, in one move, so a reader never sees half of it. A link there is replaced, not followed."""
+    fresh = path.with_name(f".{path.name}.{os.getpid()}")
+    fresh.unlink(missing_ok=True)
+    try:
+        with open(open_private(fresh), "w") as file:
+            file.write(text)
+        fresh.replace(path)
+    except OSError:
+        fresh.unlink(missing_ok=True)
+        raise
+
+
+def read_record(path: Path) -> Any:
+    """The JSON value in a file that may be anybody's. Raises FileNotFoundError, and StateError for what is no record."""
+    refuse_special(path)
+    try:
+        with open(path, encoding="utf-8") as file:
+            text = file.read(LONGEST + 1)
+        if len(text) > LONGEST:
+            raise ValueError(f"it is longer than {LONGEST >> 20} MiB")
+        return json.loads(text)
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError, RecursionError) as error:
+        raise StateError(f"{path} cannot be read: {error}") from None
 
 
 def make_private(path: Path) -> None:
@@ -119,29 +149,17 @@ class RunDirectory:
 
     def facts(self) -> dict[str, Any]:
         """What `run.json` holds; empty when the directory has none."""
-        refuse_special(self.root / FACTS)
         try:
-            facts = json.loads((self.root / FACTS).read_text())
+            facts = read_record(self.root / FACTS)
         except FileNotFoundError:
             return {}
-        except (OSError, ValueError, RecursionError) as error:
-            raise StateError(f"{self.root / FACTS} cannot be read: {error}") from None
         if not isinstance(facts, dict):
             raise StateError(f"{self.root / FACTS} should hold an object, it holds {type(facts).__name__}")
         return facts
 
     def record(self, **facts: Any) -> None:
-        """Add to `run.json`. Replaced in one move, so a reader never sees half of it."""
-        merged = self.facts() | facts
-        fresh = self.root / f".{FACTS}.{os.getpid()}"
-        fresh.unlink(missing_ok=True)
-        try:
-            with open(open_private(fresh), "w") as file:
-                file.write(json.dumps(merged, indent=2, default=str) + "\n")
-            fresh.replace(self.root / FACTS)
-        except OSError:
-            fresh.unlink(missing_ok=True)
-            raise
+        """Add to `run.json`."""
+        replace_private(self.root / FACTS, json.dumps(self.facts() | facts, indent=2, default=str) + "\n")
 
 
 def _make_parents(parent: Path) -> None:
