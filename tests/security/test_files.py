@@ -11,6 +11,7 @@ import pytest
 
 from phalanx.errors import ConfigError
 from phalanx.launch.rundir import RunDirectory, open_private
+from phalanx.observe import trace
 from tests.security.intruder import NOBODY, Running, as_nobody, attempt, needs_root
 
 pytestmark = pytest.mark.timeout(120)
@@ -127,6 +128,20 @@ def test_a_link_in_the_place_of_a_new_file_is_not_followed(tmp_path: Path) -> No
     with pytest.raises(FileExistsError):
         open_private(tmp_path / "link")
     assert precious.read_text() == "keep me"
+
+
+@pytest.mark.parametrize("what", ["link", "pipe", "second name"])
+def test_a_trace_is_not_written_into_what_lies_there(tmp_path: Path, what: str) -> None:
+    # `trace.start`, or PHALANX_TRACE_DIR under another launcher, in a folder that others can write to.
+    precious = tmp_path / "precious"
+    precious.write_text("keep me")
+    place = tmp_path / "shared" / "trace-rank00000.jsonl"
+    place.parent.mkdir()
+    {"link": place.symlink_to, "second name": place.hardlink_to, "pipe": lambda goal: os.mkfifo(place)}[what](precious)
+    trace.start(place.parent, rank=0, world=1)
+    trace.stop()
+    assert precious.read_text() == "keep me" and '"phalanx_trace"' in place.read_text()
+    assert stat.S_IMODE(place.stat().st_mode) == 0o600
 
 
 TALKATIVE = """

@@ -6,6 +6,7 @@ import ast
 import contextlib
 import errno
 import json
+import os
 import pickle
 import socket
 import struct
@@ -311,6 +312,7 @@ def test_secrets_are_private_files_and_not_short(tmp_path: Path) -> None:
     file.chmod(0o600)
     assert read_secret(str(file), {"PHALANX_SECRET": "not this one, not this one"}) == SECRET.encode()
     assert read_secret(None, {"PHALANX_SECRET": SECRET}) == SECRET.encode() and read_secret(None, {}) is None
+    assert read_secret(None, {"PHALANX_SECRET": os.fsdecode(b"\xff" * 16)}) == b"\xff" * 16
     (tmp_path / "link").symlink_to(file)
     assert read_secret(str(tmp_path / "link"), {}) == SECRET.encode(), "as Kubernetes mounts them"
     for path, words in ((tmp_path / "none", "No such file"), (tmp_path, "not a plain file")):

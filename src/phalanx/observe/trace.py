@@ -24,7 +24,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +78,11 @@ class Recorder:
         self.path = self.directory / f"trace-rank{rank:05d}.jsonl"
         self._events: deque[tuple[Any, ...]] = deque()
         # Written with os.write on our own descriptor: a forked child shares no buffer it could write twice.
-        self._descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        # Anew, in place of the trace of an earlier run. Not written into: under another launcher the folder may be one that
+        # others can write to, and the name a link of theirs, or a pipe that is waited for.
+        with suppress(FileNotFoundError):
+            os.unlink(self.path)
+        self._descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         self._write(json.dumps(_header(rank, world)) + "\n")
         self._flush_lock = threading.Lock()
         self._closing = threading.Event()
