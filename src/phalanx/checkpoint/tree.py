@@ -152,4 +152,5 @@ def _scalar_type(name: Any) -> Callable[[Any], Any]:
     kind = np.dtype(name)
     if kind.kind not in "biufcSUmM":
         raise StateError(f"a saved state has a number of numpy's dtype {name!r:.60}, which is never saved.")
-    return kind.type
+    made: Callable[[Any], Any] = kind.type
+    return made

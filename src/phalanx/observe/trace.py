@@ -28,7 +28,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from phalanx.errors import ConfigError
+from phalanx.errors import ArgumentTypeError, ConfigError
 
 # The vocabulary. A span with another name is kept and drawn, but belongs to no total.
 FORWARD = "forward"  # span: one forward of the wrapped module; `samples` in its first tensor
@@ -70,11 +70,16 @@ class Recorder:
     """
 
     def __init__(self, directory: str | os.PathLike[str], rank: int, world: int | None = None) -> None:
-        if rank < 0:
-            raise ConfigError(f"a trace needs a rank of 0 or more, got {rank}")
+        if isinstance(rank, bool) or not isinstance(rank, int) or rank < 0:
+            raise ConfigError(f"a trace needs a rank of 0 or more, got {rank!r}")
+        if not isinstance(directory, (str, os.PathLike)):
+            raise ArgumentTypeError(f"rank {rank}: a trace needs a folder, got {directory!r}")
         self.rank = rank
         self.directory = Path(directory)
-        self.directory.mkdir(parents=True, exist_ok=True)
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+        except FileExistsError:
+            raise ConfigError(f"rank {rank}: a trace needs a folder, and {directory} is a file") from None
         self.path = self.directory / f"trace-rank{rank:05d}.jsonl"
         self._events: deque[tuple[Any, ...]] = deque()
         # Written with os.write on our own descriptor: a forked child shares no buffer it could write twice.

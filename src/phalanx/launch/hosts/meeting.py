@@ -65,7 +65,7 @@ def meet(invitation: Invitation, nproc: int, number: int | None, notice: Notice,
 def check_endpoint(endpoint: str) -> str:
     """`endpoint`, if it is HOST:PORT with one host; raises ConfigError."""
     host, _, port = endpoint.rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise ConfigError(f"--endpoint should be HOST:PORT, such as head:29500; got {endpoint!r}")
     if host.strip("[]").lower() in _EVERYWHERE:
         raise ConfigError(
