@@ -10,7 +10,9 @@ import torch
 from torch import nn
 
 import phalanx
+from phalanx.checkpoint.capture import checked_metrics
 from phalanx.comm import hooks
+from phalanx.observe import trace
 from phalanx.zero import elementwise
 
 NAN, INF = float("nan"), float("inf")
@@ -66,6 +68,15 @@ def init(**options: Any) -> Callable[[], Any]:
     return lambda: phalanx.init(**options)
 
 
+def saver(use: Callable[[Any], Any] = lambda one: None, **options: Any) -> Callable[[], Any]:
+    return lambda: use(phalanx.Checkpointer("/no/such/folder", **options))
+
+
+def in_backward(optimizer_class: Any = torch.optim.SGD, params: Any = None, **options: Any) -> Callable[[], Any]:
+    given = _net().parameters() if params is None else params
+    return lambda: phalanx.optim.apply_in_backward(optimizer_class, given, **options)
+
+
 # Where a number is asked for: what is none, what is none by itself, and what is out of range.
 NO_NUMBERS: dict[str, Any] = {"text": "x", "nothing": [], "truth": True}
 
@@ -103,6 +114,7 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     "hook: fp16, a state": (registered(hooks.Int8State(None), hooks.fp16_compress_hook), "None or a process group"),
     "hook: plain, text": (registered("x", hooks.allreduce_hook), "None or a process group"),
     "hook: PowerSGD, rank 0": (lambda: hooks.PowerSGDState(None, matrix_approximation_rank=0), "matrix_approximation_rank"),
+    "hook: PowerSGD, rank 1.5": (lambda: hooks.PowerSGDState(None, matrix_approximation_rank=1.5), "a whole number"),
     "weight: text": (entered(lambda ddp: ddp.weight("x")), "a weight is a number"),
     "weight: nan": (entered(lambda ddp: ddp.weight(NAN)), "a weight must be finite"),
     "weight: negative": (entered(lambda ddp: ddp.weight(-1)), "a weight must be finite and not negative"),
@@ -144,6 +156,29 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     "add a group: a number": (optimizer(lambda zero: zero.add_param_group(3)), "group"),
     "pickle": (optimizer(lambda zero: torch.save(zero, io.BytesIO())), "cannot be pickled"),
     "elementwise: a number": (lambda: elementwise(3), "class"),  # type: ignore[type-var]
+    **{f"folder: {value!r}": (lambda value=value: phalanx.Checkpointer(value), "folder must be") for value in (3, None, "")},
+    "folder: no name": (lambda: phalanx.Checkpointer("a\0b"), "folder must be"),
+    "save: extra": (saver(extra=3), "extra must be a dict"),
+    "save: extra by numbers": (saver(extra={3: 1}), "extra must be a dict with names"),
+    "save: group": (saver(process_group="x"), "process_group must be a process group"),
+    "save: options": (saver(storage_options=3), "storage_options must be a dict"),
+    "save: limit as text": (saver(timeout_s="x"), "timeout_s must be a number of seconds"),
+    "save: limit nan": (saver(timeout_s=NAN), "timeout_s must be a number of seconds above 0"),
+    "save: limit below 0": (saver(timeout_s=-1), "timeout_s must be a number of seconds above 0"),
+    "save: patience": (saver(patience_s=NAN), "patience_s must be a number of seconds above 0"),
+    "restore: step": (saver(lambda one: one.restore(True)), "step must be the number of a step"),
+    "restore: parts": (saver(lambda one: one.restore(parts=3)), "parts must be a name or a list of names"),
+    "restore: skip": (saver(lambda one: one.restore(skip=[3])), "skip must be a name or a list of names"),
+    "metrics: a number": (lambda: checked_metrics(3), "metrics must be a dict"),
+    "metrics: by numbers": (lambda: checked_metrics({3: 1.0}), "has the key 3"),
+    "metrics: a vector": (lambda: checked_metrics({"a": torch.ones(2)}), "metrics must be numbers"),
+    "in backward: class": (in_backward(3), "optimizer_class must be a class"),
+    "in backward: params": (in_backward(params=3), "params must be an iterable"),
+    "in backward: norm as text": (in_backward(max_norm="x"), "max_norm must be a number"),
+    "in backward: norm nan": (in_backward(max_norm=NAN), "max_norm must be positive"),
+    "trace: folder": (lambda: trace.start(3, 0), "a trace needs a folder"),  # type: ignore[arg-type]
+    "trace: a file": (lambda: trace.start(__file__, 0), "is a file"),
+    "trace: rank": (lambda: trace.start(".", "x"), "a rank of 0 or more"),  # type: ignore[arg-type]
     "init: a number for a backend": (init(backend=3), "backend is the name"),
     "init: no such backend": (init(backend="carrier pigeon"), "no backend"),
     "init: no such device": (init(device="abacus"), "no device"),

@@ -154,14 +154,15 @@ def run_python(arguments: list[str]) -> Any:
     sys.orig_argv[:] = [sys.executable, *arguments]
     if arguments[0] == "-c":
         sys.argv[:] = ["-c", *arguments[2:]]
+        sys.path.insert(0, "")
         main = sys.modules["__main__"].__dict__
         return exec(compile(arguments[1], "<string>", "exec"), main)
     if arguments[0] == "-m":
         sys.argv[:] = arguments[1:]
-        sys.path[0] = os.getcwd()
+        sys.path.insert(0, os.getcwd())
         return runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
     sys.argv[:] = arguments
-    sys.path[0] = str(Path(arguments[0]).resolve().parent)
+    sys.path.insert(0, str(Path(arguments[0]).resolve().parent))
     return runpy.run_path(arguments[0], run_name="__main__")
 
 

@@ -82,7 +82,7 @@ def test_a_world_of_one_needs_no_group() -> None:
         assert mine
     with pytest.raises(ArgumentTypeError, match=r"a mean is made of numbers and tensors, .* got str"):
         alone.mean("three")
-    with pytest.raises(ConfigError, match="rank 0: a weight in a mean must be 0 or more, got -1"):
+    with pytest.raises(ConfigError, match="rank 0: a weight in a mean must be finite and 0 or more, got -1"):
         alone.mean(1.0, weight=-1)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutants import (
     of_checkpoint,
     of_data,
+    of_doors,
     of_elastic,
     of_failures,
     of_features,
@@ -31,4 +32,5 @@ MUTATIONS: tuple[Mutation, ...] = (
     *of_undoing.MUTATIONS,
     *of_hosts.MUTATIONS,
     *of_failures.MUTATIONS,
+    *of_doors.MUTATIONS,
 )

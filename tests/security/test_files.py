@@ -11,6 +11,7 @@ import pytest
 
 from phalanx.errors import ConfigError
 from phalanx.launch.rundir import RunDirectory, open_private
+from phalanx.observe import trace
 from tests.security.intruder import NOBODY, Running, as_nobody, attempt, needs_root
 
 pytestmark = pytest.mark.timeout(120)
@@ -80,6 +81,39 @@ def test_a_run_directory_that_others_could_swap_is_refused(tmp_path: Path, trap:
 
 
 @needs_root
+@pytest.mark.parametrize("way", ["link", "links", "dots"])
+def test_what_lies_behind_a_link_is_looked_at_as_well(tmp_path: Path, way: str) -> None:
+    # The link is one's own and leads to a folder of one's own, which everybody can replace.
+    shared, home = tmp_path / "shared", tmp_path / "home"
+    (shared / "mine" / "deep").mkdir(parents=True)
+    shared.chmod(0o777)
+    home.mkdir()
+    (home / "first").symlink_to(shared / "mine" / "deep")
+    (home / "link").symlink_to("first" if way == "links" else shared / "mine" / "deep")
+    place = home / "link" / ".." / "runs" if way == "dots" else home / "link"
+    with pytest.raises(ConfigError, match=f"{shared} can be changed by every user"):
+        RunDirectory.create(place, "train")
+    shared.chmod(0o755)
+    assert RunDirectory.create(place, "train").root.exists()
+
+
+@needs_root
+def test_nothing_is_made_where_a_link_of_others_leads(tmp_path: Path) -> None:
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "precious")
+    os.lchown(tmp_path / "link", NOBODY, NOBODY)
+    with pytest.raises(ConfigError, match=f"belongs to user {NOBODY}"):
+        RunDirectory.create(tmp_path / "link" / "new" / "runs", "train")
+    assert not list((tmp_path / "precious").iterdir())
+
+
+def test_a_link_to_itself_is_said(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(ConfigError, match="cannot create a run directory"):
+        RunDirectory.create(tmp_path / "loop", "train")
+
+
+@needs_root
 def test_who_owns_the_working_directory_may_own_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # A container runs as root in a project of its user, who could change the script as well.
     os.chown(tmp_path, NOBODY, NOBODY)
@@ -94,6 +128,20 @@ def test_a_link_in_the_place_of_a_new_file_is_not_followed(tmp_path: Path) -> No
     with pytest.raises(FileExistsError):
         open_private(tmp_path / "link")
     assert precious.read_text() == "keep me"
+
+
+@pytest.mark.parametrize("what", ["link", "pipe", "second name"])
+def test_a_trace_is_not_written_into_what_lies_there(tmp_path: Path, what: str) -> None:
+    # `trace.start`, or PHALANX_TRACE_DIR under another launcher, in a folder that others can write to.
+    precious = tmp_path / "precious"
+    precious.write_text("keep me")
+    place = tmp_path / "shared" / "trace-rank00000.jsonl"
+    place.parent.mkdir()
+    {"link": place.symlink_to, "second name": place.hardlink_to, "pipe": lambda goal: os.mkfifo(place)}[what](precious)
+    trace.start(place.parent, rank=0, world=1)
+    trace.stop()
+    assert precious.read_text() == "keep me" and '"phalanx_trace"' in place.read_text()
+    assert stat.S_IMODE(place.stat().st_mode) == 0o600
 
 
 TALKATIVE = """

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import errno
 import json
+import os
 import pickle
 import socket
 import struct
@@ -13,16 +15,18 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
 from phalanx.errors import CommunicationError, ConfigError
 from phalanx.launch.hosts.channel import Channel, ChannelError, NotAdmittedError, admit, enter
 from phalanx.launch.hosts.company import HostsEnded, HostsStore
+from phalanx.launch.hosts.door import Door
 from phalanx.launch.hosts.filter import packet_filter
 from phalanx.launch.hosts.head import Head
-from phalanx.launch.hosts.meeting import Invitation, check_endpoint, meet
-from phalanx.launch.hosts.member import Member
+from phalanx.launch.hosts.meeting import Invitation, WorkerStore, check_endpoint, meet
+from phalanx.launch.hosts.member import Member, knock
 from phalanx.launch.hosts.rounds import Host, Rounds
 from phalanx.launch.hosts.secret import read_secret
 from tests.security.intruder import ROOT, SECRET
@@ -159,20 +163,82 @@ def test_strangers_get_a_nonce_and_nothing_else(head: tuple[Head, list[str]], ki
 
 
 def test_many_silent_strangers_do_not_keep_a_host_out(head: tuple[Head, list[str]]) -> None:
+    # Nobody of them is given up before the time limit, and more come: a host of the run gets in at the first attempt.
     strangers = [socket.create_connection(at(head[0])) for _ in range(40)]
-    deadline = time.monotonic() + 20
-    member = None
-    while member is None and time.monotonic() < deadline:
-        try:
-            connection = socket.create_connection(at(head[0]))
-            member = Member(enter(connection, *KEY, 1.0), Host(-1, "second", 1), (2, 2), "here", lambda line: None)
-        except ChannelError:
-            connection.close()
-            time.sleep(0.2)
-    assert member is not None
-    member.leave("")
+    assert all(stranger.recv(48, socket.MSG_WAITALL) for stranger in strangers[-30:]), "all of them are being greeted"
+    started = time.monotonic()
+    join(head[0], "second").leave("")
+    assert time.monotonic() - started < 4, "it did not wait for the strangers' time limit"
     for stranger in strangers:
         stranger.close()
+
+
+def test_a_connection_that_cannot_be_taken_does_not_close_the_door() -> None:
+    class Listener:
+        """Has no descriptors left for a moment."""
+
+        def __init__(self) -> None:
+            self.real = socket.create_server(("127.0.0.1", 0))
+            self.num_failed = 0
+
+        def accept(self) -> tuple[socket.socket, object]:
+            if self.num_failed < 3:
+                self.num_failed += 1
+                raise OSError(errno.EMFILE, "Too many open files")
+            return self.real.accept()
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.real, name)
+
+    listener, welcomed = Listener(), threading.Event()
+    door = Door(cast(socket.socket, listener), KEY, lambda channel: (channel.close(), welcomed.set()), lambda line: None)
+    with socket.create_connection(listener.getsockname()) as connection:
+        enter(connection, *KEY, 5.0)
+        assert welcomed.wait(5) and listener.num_failed == 3
+    door.close()
+
+
+def test_a_host_that_is_dropped_in_the_midst_knocks_again_and_one_with_another_secret_does_not() -> None:
+    num_hung_up = 0
+
+    def head(listener: socket.socket, hang_up: int) -> None:
+        nonlocal num_hung_up
+        with contextlib.suppress(OSError):
+            while True:
+                connection, _ = listener.accept()
+                if num_hung_up < hang_up:
+                    connection.sendall(b"phalanx hosts 1\n" + bytes(32))
+                    connection.recv(64, socket.MSG_WAITALL)
+                    connection.close()
+                    num_hung_up += 1
+                else:
+                    admit(connection, *KEY, 5.0)
+                    return
+
+    me = Host(-1, "second", 1)
+    for hang_up in (2, 9):
+        num_hung_up = 0
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            thread = threading.Thread(target=head, args=(listener, hang_up))
+            thread.start()
+            where = listener.getsockname()
+            if hang_up == 2:
+                knock(where, me, KEY, lambda line: None, 10.0, lambda channel: channel).close()
+            else:
+                with pytest.raises(CommunicationError, match=r"does not trust the host at .*: it refused our secret"):
+                    knock(where, me, KEY, lambda line: None, 10.0, lambda channel: channel)
+                assert num_hung_up == 3
+            listener.shutdown(socket.SHUT_RDWR)
+        thread.join(10)
+
+
+def test_a_store_that_the_kernel_does_not_filter_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("phalanx.launch.hosts.meeting.admit_only", lambda listener, peers: False)
+    said: list[str] = []
+    store = WorkerStore("127.0.0.1", said.append)
+    _, port = store.renew({"127.0.0.1"})
+    store.renew({"127.0.0.1"})
+    assert len(said) == 1 and f"whoever reaches 127.0.0.1:{port} can read and write the workers' store" in said[0]
 
 
 def join(head: Head, name: str, limits: tuple[int, int] = (2, 2)) -> Member:
@@ -246,6 +312,7 @@ def test_secrets_are_private_files_and_not_short(tmp_path: Path) -> None:
     file.chmod(0o600)
     assert read_secret(str(file), {"PHALANX_SECRET": "not this one, not this one"}) == SECRET.encode()
     assert read_secret(None, {"PHALANX_SECRET": SECRET}) == SECRET.encode() and read_secret(None, {}) is None
+    assert read_secret(None, {"PHALANX_SECRET": os.fsdecode(b"\xff" * 16)}) == b"\xff" * 16
     (tmp_path / "link").symlink_to(file)
     assert read_secret(str(tmp_path / "link"), {}) == SECRET.encode(), "as Kubernetes mounts them"
     for path, words in ((tmp_path / "none", "No such file"), (tmp_path, "not a plain file")):

@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
+from numbers import Integral
 from typing import Any
 
 import torch
 
 from ..ddp.passes.settling import PlanMemory
-from ..errors import PlanError, StateError
+from ..errors import ArgumentTypeError, PlanError, StateError
 from ..plan import BucketPlan
 from ..zero.optimizer import ZeroRedundancyOptimizer
 from ..zero.partition.element import ElementPartition
@@ -338,3 +339,13 @@ def _mean_residuals(saved: Sequence[dict[str, Any]]) -> dict[str, Any]:
         total = torch.stack([one["residuals"].get(name, torch.zeros_like(residual)) for one in saved]).mean(0)
         mean["residuals"][name] = total
     return mean
+
+
+def check_choice(step: Any, parts: Any, skip: Any) -> None:
+    """Refuse what `restore` could only misunderstand."""
+    if step is not None and (isinstance(step, bool) or not isinstance(step, Integral)):
+        raise ArgumentTypeError(f"step must be the number of a step, or None for the newest, got {step!r:.80}.")
+    for name, given in (("parts", parts), ("skip", skip)):
+        is_list = isinstance(given, Collection) and all(isinstance(one, str) for one in given)
+        if given is not None and not is_list:
+            raise ArgumentTypeError(f"{name} must be a name or a list of names, got {given!r:.80}.")

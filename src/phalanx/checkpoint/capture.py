@@ -10,18 +10,22 @@ Names are those of the plain model, without what wrappers and compilers put befo
 
 from __future__ import annotations
 
+import math
+import os
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
+from numbers import Real
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ..comm.hooks import HookState
 from ..ddp.messages import torn
 from ..ddp.module import DistributedDataParallel
-from ..errors import ArgumentTypeError, StateError
+from ..errors import ArgumentTypeError, ConfigError, StateError
 from ..optim.in_backward import InBackward
 from ..zero.optimizer import ZeroRedundancyOptimizer
 from ..zero.overlap.scattered_gradient import ScatteredGradient
@@ -303,4 +307,51 @@ def _training_of(subject: Subject) -> dict[str, Any]:
         warnings.warn(
             f"the communication hook's state, a {type(state).__name__}, has no state_dict() and is not saved.", stacklevel=4
         )
+    return found
+
+
+# -- what a Checkpointer is given ------------------------------------------------------------------
+
+
+def folder_of(folder: Any) -> str:
+    """A folder as text. None or a number would be a folder of that name."""
+    # Paths to remote storages are no files of the system's, but can be joined as others.
+    if not isinstance(folder, (str, os.PathLike)) and not hasattr(folder, "joinpath"):
+        raise ArgumentTypeError(f"folder must be a path or an address for fsspec, got {folder!r:.80}.")
+    text = os.fsdecode(folder) if isinstance(folder, os.PathLike) else str(folder)
+    if not text or "\0" in text:
+        raise ConfigError(f"folder must be a path or an address for fsspec, got {text!r}.")
+    return text
+
+
+def check_parts(extra: Any, storage_options: Any, group: Any) -> None:
+    """Refuse what cannot be looked up by name, and a group that is none."""
+    for name, given in (("extra", extra), ("storage_options", storage_options)):
+        if given is not None and not (isinstance(given, Mapping) and all(isinstance(key, str) for key in given)):
+            raise ArgumentTypeError(f"{name} must be a dict with names for keys, got {given!r:.80}.")
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        raise ArgumentTypeError(f"process_group must be a process group this rank belongs to, got {group!r:.80}.")
+
+
+def check_seconds(**limits: Any) -> None:
+    """Refuse time limits that are none. Infinite ones would be no limits, and a rank that is gone be waited for."""
+    for name, given in limits.items():
+        if isinstance(given, bool) or not isinstance(given, Real):
+            raise ArgumentTypeError(f"{name} must be a number of seconds, got {given!r:.80}.")
+        if not 0 < float(given) < math.inf:
+            raise ConfigError(f"{name} must be a number of seconds above 0, got {given}.")
+
+
+def checked_metrics(metrics: Any) -> dict[str, float]:
+    """Numbers by name, as they are saved."""
+    if metrics is not None and not isinstance(metrics, Mapping):
+        raise ArgumentTypeError(f"metrics must be a dict of numbers by name, got {metrics!r:.80}.")
+    found = {}
+    for name, value in (metrics or {}).items():
+        if not isinstance(name, str):
+            raise ArgumentTypeError(f"metrics must be a dict of numbers by name, but has the key {name!r:.80}.")
+        try:
+            found[name] = float(value)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ConfigError(f"metrics must be numbers, but '{name}' is {value!r}.") from error
     return found

@@ -25,8 +25,8 @@ import torch.distributed as dist
 from ..errors import ArgumentTypeError, CheckpointError, ConfigError, MismatchError, StateError
 from ..zero.optimizer import ZeroRedundancyOptimizer
 from .agreement import Agreement
-from .apply import Choice, Rename, Restoration, Restored
-from .capture import Subject, capture
+from .apply import Choice, Rename, Restoration, Restored, check_choice
+from .capture import Subject, capture, check_parts, check_seconds, checked_metrics, folder_of
 from .layout import Layout, Piece, fill, lay_out
 from .process import SharedMemory, Writer, make_writer
 from .safetensors import read_safetensors
@@ -78,7 +78,9 @@ class Checkpointer:
         timeout_s: float = 60.0,
         patience_s: float = PATIENCE_S,
     ) -> None:
-        text = self._given = str(folder)
+        text = self._given = folder_of(folder)
+        check_parts(extra, storage_options, process_group)
+        check_seconds(timeout_s=timeout_s, patience_s=patience_s)
         self.folder = text.rstrip("/") if is_remote(text) else str(Path(text).resolve())
         self._options = dict(storage_options or {})
         self._disk = disk_of(self.folder, self._options)
@@ -153,7 +155,7 @@ class Checkpointer:
                 captured = capture(self._subject, self.rank)
                 found, texts = captured.mine(self.rank, self.world), captured.texts
                 layout = lay_out(found)
-                mine |= {"alike": captured.fingerprint, "num_bytes": layout.num_bytes, "metrics": _checked(metrics)}
+                mine |= {"alike": captured.fingerprint, "num_bytes": layout.num_bytes, "metrics": checked_metrics(metrics)}
                 mine["told"] = self._told()
                 if self.rank == 0:
                     mine["name"] = self._new_name(step)
@@ -299,6 +301,7 @@ class Checkpointer:
         """
         self._follow_group()
         self._finish()
+        check_choice(step, parts, skip)
         choice = Choice.of(parts, skip, rename, strict)
         if source is not None:
             read = read_safetensors if str(source).endswith(".safetensors") else read_torch_file
@@ -472,13 +475,3 @@ def _choose_group(group: dist.ProcessGroup | None, subject: Subject) -> dist.Pro
         if isinstance(one, ZeroRedundancyOptimizer):
             return one.process_group
     return dist.group.WORLD if dist.is_initialized() else None
-
-
-def _checked(metrics: Mapping[str, float] | None) -> dict[str, float]:
-    found = {}
-    for name, value in (metrics or {}).items():
-        try:
-            found[str(name)] = float(value)
-        except (TypeError, ValueError) as error:
-            raise ConfigError(f"metrics must be numbers, but '{name}' is {value!r}.") from error
-    return found

@@ -21,6 +21,7 @@ import torch
 
 from ..errors import StateError
 from .source import MemorySource, Source
+from .storage.disk import refuse_special
 
 _NAMES = {
     "float64": "F64",
@@ -84,6 +85,7 @@ def to_safetensors(source: Source, path: str) -> int:
 def read_safetensors(path: str) -> MemorySource:
     """A model's tensors by name. Raises StateError for what is not such a file, or not all of one."""
     try:
+        refuse_special(path)
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(_LENGTH_BYTES), "little")

@@ -17,7 +17,7 @@ from ..zero.partition.storage import flatten, unflatten
 from ..zero.state.tree import describe
 from .layout import Piece, spec_of, whole_piece
 from .reshard import Held, cover
-from .storage.disk import Disk
+from .storage.disk import Disk, refuse_special
 from .storage.library import Entry, manifests
 from .storage.manifest import TensorInfo, data_file, manifest_file, said
 from .tree import decode, encode
@@ -54,7 +54,7 @@ class Source(abc.ABC):
     def own(self, component: str, rank: int) -> Any:
         """What a rank saved for itself, with its tensors; None if it did not."""
         tree = self.texts[rank].get(component)
-        return None if tree is None else decode(tree, lambda path: self.whole(f"rank-{rank}/{component}/{path}").clone())
+        return None if tree is None else self._decoded(tree, f"rank-{rank}/{component}")
 
     def labels(self) -> list[str]:
         """The optimizers that were saved: "optimizer", or "optimizer:name" for several."""
@@ -79,9 +79,17 @@ class Source(abc.ABC):
 
     def model_extra(self) -> dict[str, Any]:
         """What the model's state has beside tensors."""
-        tree = self.texts[0].get("model", {}).get("extra", {})
-        found: dict[str, Any] = decode(tree, lambda path: self.whole(f"model_extra/{path}").clone())
+        found: dict[str, Any] = self._decoded(self.texts[0].get("model", {}).get("extra", {}), "model_extra")
         return found
+
+    def _decoded(self, tree: Any, place: str) -> Any:
+        """A tree with its tensors. Hashes are made as easily as texts: a file from elsewhere may say anything."""
+        try:
+            return decode(tree, lambda path: self.whole(f"{place}/{path}").clone())
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
+            if isinstance(error, StateError):
+                raise
+            raise StateError(f"{self.where}: {place} is malformed: {type(error).__name__}: {error!s:.200}") from error
 
 
 class CheckpointSource(Source):
@@ -205,6 +213,7 @@ def read_torch_file(path: str) -> MemorySource:
     By torch's reader that makes tensors and plain containers only, and calls nothing that a file names.
     """
     try:
+        refuse_special(path)
         loaded = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # whatever torch raises for what is not a file of its own
         raise StateError(f"{path} cannot be read as a file of torch.save: {error}") from error

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from ..errors import StateError
+from ..zero.state.tree import dtype_named
 
 Leaf = Callable[[str], torch.Tensor]
 
@@ -130,25 +131,26 @@ def decode(tree: Any, leaf: Leaf) -> Any:
     return _decode_rare(form, content, leaf)
 
 
-def _dtype(name: Any) -> torch.dtype:
-    # By name only, and of this kind only: a file from elsewhere must not choose any attribute of torch.
-    found = getattr(torch, name, None) if isinstance(name, str) else None
-    if not isinstance(found, torch.dtype):
-        raise StateError(f"a saved state has the dtype {name!r:.60}, which this torch does not know.")
-    return found
-
-
 def _decode_rare(form: str, content: Any, leaf: Leaf) -> Any:
     if form == "@bytes":
         return bytes.fromhex(content)
     if form == "@complex":
         return complex(*content)
     if form == "@number":
-        return torch.tensor(decode(content[1], leaf), dtype=_dtype(content[0]))
+        return torch.tensor(decode(content[1], leaf), dtype=dtype_named(content[0]))
     if form == "@scalar":
-        return np.dtype(content[0]).type(decode(content[1], leaf))
+        return _scalar_type(content[0])(decode(content[1], leaf))
     if form == "@dtype":
-        return _dtype(content)
+        return dtype_named(content)
     if form == "@device":
         return torch.device(content)
     raise StateError(f"a saved state has the form {form!r}, which this version does not know.")
+
+
+def _scalar_type(name: Any) -> Callable[[Any], Any]:
+    # Not of any kind: a void of numpy's takes a number for the bytes it is to have, as many as a file says.
+    kind = np.dtype(name)
+    if kind.kind not in "biufcSUmM":
+        raise StateError(f"a saved state has a number of numpy's dtype {name!r:.60}, which is never saved.")
+    made: Callable[[Any], Any] = kind.type
+    return made

@@ -12,7 +12,7 @@ from phalanx.checkpoint.storage import library
 from phalanx.checkpoint.storage.disk import disk_of
 from phalanx.checkpoint.storage.library import Entry, Keep
 from phalanx.cli.console import bytes_in_words, console, importing, quantity, say, visible
-from phalanx.errors import ConfigError
+from phalanx.errors import ConfigError, PhalanxError, StateError
 
 _HOURS = click.FloatRange(min=0)
 _STEP = click.option("--step", type=int, help="The step; the newest by default.")
@@ -136,7 +136,13 @@ def export(ctx: click.Context, form: str, target: str, step: int | None) -> int:
         from phalanx.checkpoint.safetensors import to_safetensors
         from phalanx.checkpoint.source import CheckpointSource
     source = CheckpointSource(disk, entry)
-    {"dcp": convert.to_dcp, "torch": convert.to_torch, "safetensors": to_safetensors}[form](source, target)
+    try:
+        {"dcp": convert.to_dcp, "torch": convert.to_torch, "safetensors": to_safetensors}[form](source, target)
+    except (KeyError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
+        if isinstance(error, PhalanxError):
+            raise
+        # Whole by its hashes, which anybody can make: its texts say what no save has written.
+        raise StateError(f"{entry.path} is malformed: {type(error).__name__}: {error}") from error
     say(f"step {entry.step} is in {target}")
     return 0
 

@@ -78,8 +78,9 @@ def keep_streams_open() -> None:
 # Colours and weights. The other sequences move the cursor, retitle the window, write to the clipboard or make the
 # terminal type an answer: whoever can print a line must not be able to do that to who reads it.
 _COLOUR = re.compile("\x1b\\[[0-9;:]*m")
-# C0 without tab, DEL, C1, and the marks that turn the direction of text around.
-_CONTROL = re.compile("[\x00-\x08\x0a-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
+# C0 without tab, DEL, C1, the marks that turn the direction of text around, and what is no text: bytes of a file's name that
+# Python could not decode, which a terminal might obey and a stream may refuse.
+_CONTROL = re.compile("[\x00-\x08\x0a-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def visible(line: str) -> str:
@@ -97,7 +98,13 @@ def _caret(found: re.Match[str]) -> str:
     code = ord(found[0])
     if code < 0x20 or code == 0x7F:
         return "^" + chr(code ^ 0x40)
-    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
+    byte = code - 0xDC00 if 0xDC80 <= code < 0xDD00 else code  # as `os.fsdecode` hides bytes
+    return f"\\x{byte:02x}" if byte < 0x100 else f"\\u{code:04x}"
+
+
+def echo_path(path: str | os.PathLike[str]) -> None:
+    """A file's name alone on standard output: as it is for a program, as text for a terminal."""
+    click.echo(visible(os.fspath(path)) if sys.stdout.isatty() else os.fsencode(path))
 
 
 def colour_of_rank(rank: int) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from phalanx.cli.console import console, importing
+from phalanx.cli.console import console, importing, visible
 from phalanx.launch.rundir import RunDirectory
 
 if TYPE_CHECKING:
@@ -91,6 +91,7 @@ def _run(topic: str, module: str) -> Answer | dict[str, Any]:
 
 
 def _show(answers: list[Answer]) -> None:
+    from rich.markup import escape
     from rich.table import Table
 
     table = Table.grid(padding=(0, 1))
@@ -98,6 +99,7 @@ def _show(answers: list[Answer]) -> None:
     table.add_column(min_width=14, style="bold")
     table.add_column()
     for answer in answers:
-        remedy = f"\n[red]→ {answer.remedy}[/]" if answer.remedy else ""
-        table.add_row(_SIGNS[answer.level.value], answer.topic, answer.text + remedy)
+        # Both hold what others say: a variable's value, a worker's last words.
+        text, remedy = (escape(visible(words)) for words in (answer.text, answer.remedy))
+        table.add_row(_SIGNS[answer.level.value], answer.topic, text + (f"\n[red]→ {remedy}[/]" if remedy else ""))
     console().print(table)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from phalanx.cli.console import importing, say
+from phalanx.cli.console import echo_path, importing, say
 from phalanx.errors import ConfigError, StateError
 from phalanx.launch.records.runs import newest
 
@@ -44,12 +44,12 @@ def command(
     page = Path(output) if output else Path(run_dir) / "report.html"
     try:
         report.write(run, page)
-        click.echo(str(page))
+        echo_path(page)
         if perfetto_file:
-            click.echo(str(perfetto.export(run, perfetto_file)))
+            echo_path(perfetto.export(run, perfetto_file))
         if tensorboard_dir:
             tensorboard.export(run, tensorboard_dir)
-            click.echo(tensorboard_dir)
+            echo_path(tensorboard_dir)
     except OSError as error:
         raise ConfigError(f"cannot write {error.filename or page}: {error.strerror}") from None
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, ArithmeticError) as error:

@@ -112,6 +112,8 @@ def command(
         say(f"{quantity(workers, 'worker')}, OMP_NUM_THREADS={threads} each, logs in {directory.root}")
         if misplaced := _misplaced(arguments):
             say(misplaced)
+        if most == 1 and (endpoint or secret_file or node_rank is not None):
+            say("--endpoint, --secret-file and --node-rank are for several hosts (--nnodes): on one they have no effect")
     world = max(workers * most, most_workers or 0)
     line = StatusLine(directory, world, wanted=not quiet)
     is_first = _Firsts(directory) if elastic else _is_first
@@ -141,7 +143,7 @@ def _limits(elastic: bool, places: tuple[int, int], fewest: int | None, most: in
 def parse_nodes(text: str) -> tuple[int, int]:
     """`"2"` or `"1:4"` as fewest and most hosts."""
     pieces = text.split(":")
-    if len(pieces) > 2 or not all(piece.isdigit() and int(piece) > 0 for piece in pieces):
+    if len(pieces) > 2 or not all(piece.isdecimal() and int(piece) > 0 for piece in pieces):
         raise ConfigError(f"--nnodes should be a number of hosts or MIN:MAX, got {text!r}")
     fewest, most = int(pieces[0]), int(pieces[-1])
     if fewest > most:
@@ -153,7 +155,7 @@ def parse_workers(text: str) -> int:
     """A number, or `auto`: one a GPU where there are any, else one a core, at most 8."""
     if text == "auto":
         return _num_devices() or min(threads_for(1), _MOST_AUTOMATIC_WORKERS)
-    if not text.isdigit() or int(text) < 1:
+    if not text.isdecimal() or int(text) < 1:
         raise ConfigError(f"--nproc should be a number of workers or 'auto', got {text!r}")
     return int(text)
 

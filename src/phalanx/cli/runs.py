@@ -41,7 +41,8 @@ def command(parent: str, clean: bool, keep: int | None, older_than: float | None
         say(f"nothing to remove of {quantity(len(runs), 'run')} under {parent}")
         return 0
     size = sum(run.num_bytes() for run in chosen)
-    words = f"{quantity(len(chosen), 'run')}, {bytes_in_words(size)}, {chosen[-1].path.name} to {chosen[0].path.name}"
+    names = f"{chosen[-1].path.name} to {chosen[0].path.name}"
+    words = visible(f"{quantity(len(chosen), 'run')}, {bytes_in_words(size)}, {names}")
     if not yes and not click.confirm(f"remove {words}?", err=True):
         return 1
     for run in chosen:
@@ -65,7 +66,8 @@ def _show(runs: list[RunInfo], parent: str) -> None:
     click.secho(f"{'run':<{longest}}  {'state':<16}  {'workers':>7}  {'took':>8}  {'size':>7}", dim=True)
     for run in runs:
         seconds = run.facts.get("seconds")
-        took = f"{seconds:,.0f} s" if isinstance(seconds, int | float) else ""
+        # A folder from elsewhere may say anything, also a number of seconds that no float can hold.
+        took = f"{seconds:,.0f} s" if isinstance(seconds, int | float) and abs(seconds) < 1e12 else ""
         state = click.style(f"{visible(run.state):<16}", fg=None if run.state in ("finished", "running") else "red")
         size, traced = bytes_in_words(run.num_bytes()), "  traced" if run.is_traced else ""
         workers, besides = visible(str(run.facts.get("nproc", "?"))), traced + _changes(run)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import os
+from pathlib import Path
 
 import click
 
 from phalanx.cli.console import quantity, say
-from phalanx.errors import ConfigError
+from phalanx.errors import ConfigError, StateError
 from phalanx.launch.elastic.supervisor import SCALE_FILE
-from phalanx.launch.rundir import RunDirectory
+from phalanx.launch.records.runs import RunInfo
+from phalanx.launch.rundir import RunDirectory, replace_private
 
 
 @click.command("scale", short_help="Let an elastic run go on with more or fewer workers.")
@@ -22,16 +23,26 @@ def command(run: str, workers: int) -> int:
     """
     directory = RunDirectory(run)
     facts = directory.facts()
-    if facts.get("state") != "running" or not facts.get("elastic"):
-        what = "is not elastic: start it with phalanx run --elastic" if facts.get("state") == "running" else "has ended"
-        raise ConfigError(f"the run in {run} {what}.")
-    fewest, most = facts["elastic"]
+    if not facts:
+        raise ConfigError(f"{run} is no run directory. `phalanx runs` lists those there are.")
+    # Asked of the launcher, where it is on this host: one that was killed has not written down that the run is over.
+    info = RunInfo(directory.root, facts, 0.0)
+    if not info.is_running:
+        raise ConfigError(f"the run in {run} has ended ({info.state}).")
+    if not facts.get("elastic"):
+        raise ConfigError(f"the run in {run} is not elastic: start it with phalanx run --elastic.")
+    fewest, most = _limits(facts["elastic"], directory.root)
     if not fewest <= workers <= most:
         raise ConfigError(f"the run in {run} may have {fewest} to {most} workers, asked for {workers}.")
     # Whole or not at all: the launcher may look in between.
-    draft = directory.root / f".{SCALE_FILE}.{os.getpid()}"
-    draft.write_text(str(workers))
-    draft.chmod(0o600)
-    draft.replace(directory.root / SCALE_FILE)
+    replace_private(directory.root / SCALE_FILE, str(workers))
     say(f"asked for {quantity(workers, 'worker')}")
     return 0
+
+
+def _limits(recorded: object, root: Path) -> tuple[int, int]:
+    """The fewest and the most workers, as the run's record says."""
+    match recorded:
+        case [int(fewest), int(most)]:
+            return fewest, most
+    raise StateError(f"{root} is malformed: its record says elastic {recorded!r:.60}, expected two numbers of workers.")

@@ -72,7 +72,7 @@ def view(directory: RunDirectory) -> RenderableType:
     story = tell(directory)
     ranks = status.read(directory, story)
     world = int(info.facts.get("nproc", 1)) * int((info.facts.get("nodes") or [1, 1])[1])
-    head = Text(f"{directory.root.name}  ", style="bold")
+    head = Text(f"{visible(directory.root.name)}  ", style="bold")
     head.append(visible(info.state), style="green" if info.is_running or info.state == "finished" else "red")
     head.append(f"  {status.line(ranks, world, story)}")
     table = Table(box=None, padding=(0, 2), pad_edge=False, header_style="dim")

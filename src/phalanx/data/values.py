@@ -70,9 +70,12 @@ class Exchange:
             raise ArgumentTypeError(
                 f"rank {self.rank}: a mean is made of real numbers, got complex ones. Pass torch.view_as_real(value)."
             )
-        share = torch.as_tensor(weight, dtype=torch.float64).detach().reshape(1)
-        if share.device.type == "cpu" and not bool(share >= 0):
-            raise ConfigError(f"rank {self.rank}: a weight in a mean must be 0 or more, got {weight}")
+        try:
+            share = torch.as_tensor(weight, dtype=torch.float64).detach().reshape(1)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ArgumentTypeError(f"rank {self.rank}: a weight in a mean is one number, got {weight!r:.80}") from error
+        if share.device.type == "cpu" and not 0 <= float(share) < math.inf:
+            raise ConfigError(f"rank {self.rank}: a weight in a mean must be finite and 0 or more, got {weight}")
         away = [leaf.device for leaf in leaves if leaf.device.type != "cpu"]
         device = away[0] if away else self.device
         flat = [leaf.to(device, _wide(device)).reshape(-1) for leaf in leaves]

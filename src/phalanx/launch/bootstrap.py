@@ -87,13 +87,23 @@ def _beat() -> Beat | None:
 def _run(arguments: list[str]) -> None:
     if arguments[0] == "--module":
         sys.argv = arguments[1:]
-        # As `python -m` does: the working directory, not this module's folder, comes first.
-        sys.path[0] = os.getcwd()
+        # As `python -m` does, for a module of the user's. One of ours (`phalanx doctor`) needs nothing from there.
+        if not arguments[1].startswith("phalanx."):
+            _look_first_in(os.getcwd())
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
     else:
         sys.argv = arguments
-        sys.path[0] = str(Path(arguments[0]).resolve().parent)
+        _look_first_in(str(Path(arguments[0]).resolve().parent))
         runpy.run_path(arguments[0], run_name="__main__")
+
+
+def _look_first_in(folder: str) -> None:
+    """Where the script's own modules are found; not if the user wants none from there (PYTHONSAFEPATH)."""
+    if sys.flags.safe_path:
+        return
+    if sys.path[:1] == [""]:
+        del sys.path[0]  # only there because this package was found in it (`start.order.ENTRANCE`)
+    sys.path.insert(0, folder)
 
 
 def _end_with_agent() -> None:

@@ -18,6 +18,7 @@ import os
 import re
 import stat
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,9 @@ from typing import Any
 from phalanx.errors import ConfigError, StateError
 
 FACTS = "run.json"
+_MOST_LINKS = 40  # the system follows no more either
+LONGEST = 1 << 28
+"""Of any text that is read at once. A file from elsewhere may seem to have terabytes and take no room on the disk."""
 
 
 def open_private(path: Path) -> int:
@@ -38,6 +42,34 @@ def refuse_special(path: Path) -> None:
     """Raise StateError for what is there and is no file: reading a pipe waits for ever, a device may never end."""
     if path.exists() and not path.is_file():
         raise StateError(f"{path} is not a plain file. Do not read folders of which you do not know who made them.")
+
+
+def replace_private(path: Path, text: str) -> None:
+    """Make `path` hold `text`, in one move, so a reader never sees half of it. A link there is replaced, not followed."""
+    fresh = path.with_name(f".{path.name}.{os.getpid()}")
+    fresh.unlink(missing_ok=True)
+    try:
+        with open(open_private(fresh), "w") as file:
+            file.write(text)
+        fresh.replace(path)
+    except OSError:
+        fresh.unlink(missing_ok=True)
+        raise
+
+
+def read_record(path: Path) -> Any:
+    """The JSON value in a file that may be anybody's. Raises FileNotFoundError, and StateError for what is no record."""
+    refuse_special(path)
+    try:
+        with open(path, encoding="utf-8") as file:
+            text = file.read(LONGEST + 1)
+        if len(text) > LONGEST:
+            raise ValueError(f"it is longer than {LONGEST >> 20} MiB")
+        return json.loads(text)
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError, RecursionError) as error:
+        raise StateError(f"{path} cannot be read: {error}") from None
 
 
 def make_private(path: Path) -> None:
@@ -85,10 +117,12 @@ class RunDirectory:
         safe = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.") or "run"
         stem = f"{time.strftime('%Y%m%d-%H%M%S')}-{safe}"
         try:
+            # Before anything is made there, and after: what was not there yet, somebody else may have made meanwhile.
+            _refuse_foreign(Path(parent))
             _make_parents(Path(parent))
+            _refuse_foreign(Path(parent))
         except OSError as error:
             raise ConfigError(f"cannot create a run directory under {parent}: {error}") from None
-        _refuse_foreign(Path(parent))
         for number in range(1000):
             root = Path(parent) / (stem if number == 0 else f"{stem}-{number}")
             try:
@@ -119,29 +153,17 @@ class RunDirectory:
 
     def facts(self) -> dict[str, Any]:
         """What `run.json` holds; empty when the directory has none."""
-        refuse_special(self.root / FACTS)
         try:
-            facts = json.loads((self.root / FACTS).read_text())
+            facts = read_record(self.root / FACTS)
         except FileNotFoundError:
             return {}
-        except (OSError, ValueError, RecursionError) as error:
-            raise StateError(f"{self.root / FACTS} cannot be read: {error}") from None
         if not isinstance(facts, dict):
             raise StateError(f"{self.root / FACTS} should hold an object, it holds {type(facts).__name__}")
         return facts
 
     def record(self, **facts: Any) -> None:
-        """Add to `run.json`. Replaced in one move, so a reader never sees half of it."""
-        merged = self.facts() | facts
-        fresh = self.root / f".{FACTS}.{os.getpid()}"
-        fresh.unlink(missing_ok=True)
-        try:
-            with open(open_private(fresh), "w") as file:
-                file.write(json.dumps(merged, indent=2, default=str) + "\n")
-            fresh.replace(self.root / FACTS)
-        except OSError:
-            fresh.unlink(missing_ok=True)
-            raise
+        """Add to `run.json`."""
+        replace_private(self.root / FACTS, json.dumps(self.facts() | facts, indent=2, default=str) + "\n")
 
 
 def _make_parents(parent: Path) -> None:
@@ -162,19 +184,38 @@ def _refuse_foreign(parent: Path) -> None:
     here = Path.cwd()
     # In a user namespace root has another number, which the owner of / tells.
     trusted = {os.geteuid(), 0, here.stat().st_uid, Path("/").stat().st_uid}
-    place = Path(os.path.abspath(parent))
-    for step in (place, *place.parents):
+    for step in _way_to(parent):
         if step == here or step in here.parents:
+            continue
+        status = step.lstat()
+        writable_by_all = status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX
+        if status.st_uid not in trusted:
+            fault = f"belongs to user {status.st_uid}"
+        elif writable_by_all and not stat.S_ISLNK(status.st_mode):
+            fault = "can be changed by every user"
+        else:
+            continue
+        raise ConfigError(
+            f"--run-dir {parent}: {step} {fault}, who could put anything in the place of the run's files. Choose a "
+            "folder of your own."
+        )
+
+
+def _way_to(place: Path) -> Iterator[Path]:
+    """Every folder and every link that the system looks at on the way to `place`, as far as there is one.
+
+    Whoever can change any of them leads the way somewhere else: also one behind a link, which the path itself does not name.
+    """
+    at, rest = Path("/"), list(reversed(place.absolute().parts))
+    num_links = 0
+    while rest:
+        part = rest.pop()
+        step = at.parent if part == ".." else at / part
+        if not step.is_symlink() and not step.exists():
             return
-        for status in (step.lstat(), step.stat()):
-            writable_by_all = status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX
-            if status.st_uid not in trusted:
-                fault = f"belongs to user {status.st_uid}"
-            elif writable_by_all and not stat.S_ISLNK(status.st_mode):
-                fault = "can be changed by every user"
-            else:
-                continue
-            raise ConfigError(
-                f"--run-dir {parent}: {step} {fault}, who could put anything in the place of the run's files. Choose a "
-                "folder of your own."
-            )
+        yield step
+        if step.is_symlink() and num_links < _MOST_LINKS:
+            num_links += 1
+            rest += reversed(Path(os.readlink(step)).parts)  # an absolute one begins with "/", which takes `at` there
+        else:
+            at = step

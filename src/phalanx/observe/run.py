@@ -14,7 +14,7 @@ from typing import Any
 from phalanx.errors import StateError
 from phalanx.launch.elastic.history import tell
 from phalanx.launch.elastic.story import Story
-from phalanx.launch.rundir import RunDirectory, refuse_special
+from phalanx.launch.rundir import LONGEST, RunDirectory, refuse_special
 from phalanx.observe import trace
 
 
@@ -138,7 +138,9 @@ def _read(path: Path) -> _RawTrace | None:
     """A rank's trace; None if it was cut off, by a full disk or a kill, before its first line was whole."""
     refuse_special(path)
     with open(path, encoding="utf-8", errors="replace") as file:
-        first = file.readline()
+        # In bounded pieces: a file of holes has one line without an end. What is cut here is no JSON, and the last.
+        lines = iter(lambda: file.readline(LONGEST), "")
+        first = next(lines, "")
         if not first:
             return None
         try:
@@ -152,7 +154,7 @@ def _read(path: Path) -> _RawTrace | None:
                 f"{trace.FORMAT_VERSION}. Read it with the phalanx that wrote it."
             )
         events = []
-        for line in file:
+        for line in lines:
             try:
                 events.append(json.loads(line))
             except RecursionError:

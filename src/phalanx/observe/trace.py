@@ -24,11 +24,11 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from phalanx.errors import ConfigError
+from phalanx.errors import ArgumentTypeError, ConfigError
 
 # The vocabulary. A span with another name is kept and drawn, but belongs to no total.
 FORWARD = "forward"  # span: one forward of the wrapped module; `samples` in its first tensor
@@ -70,15 +70,24 @@ class Recorder:
     """
 
     def __init__(self, directory: str | os.PathLike[str], rank: int, world: int | None = None) -> None:
-        if rank < 0:
-            raise ConfigError(f"a trace needs a rank of 0 or more, got {rank}")
+        if isinstance(rank, bool) or not isinstance(rank, int) or rank < 0:
+            raise ConfigError(f"a trace needs a rank of 0 or more, got {rank!r}")
+        if not isinstance(directory, (str, os.PathLike)):
+            raise ArgumentTypeError(f"rank {rank}: a trace needs a folder, got {directory!r}")
         self.rank = rank
         self.directory = Path(directory)
-        self.directory.mkdir(parents=True, exist_ok=True)
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+        except FileExistsError:
+            raise ConfigError(f"rank {rank}: a trace needs a folder, and {directory} is a file") from None
         self.path = self.directory / f"trace-rank{rank:05d}.jsonl"
         self._events: deque[tuple[Any, ...]] = deque()
         # Written with os.write on our own descriptor: a forked child shares no buffer it could write twice.
-        self._descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        # Anew, in place of the trace of an earlier run. Not written into: under another launcher the folder may be one that
+        # others can write to, and the name a link of theirs, or a pipe that is waited for.
+        with suppress(FileNotFoundError):
+            os.unlink(self.path)
+        self._descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         self._write(json.dumps(_header(rank, world)) + "\n")
         self._flush_lock = threading.Lock()
         self._closing = threading.Event()

@@ -184,6 +184,10 @@ def apply_in_backward(
     between forward and backward, on every rank alike: the next forward takes it over, and its backward compares.
     """
     global _num_applied
+    if not callable(optimizer_class):
+        raise ArgumentTypeError(f"optimizer_class must be a class, such as torch.optim.SGD, got {optimizer_class!r}.")
+    if not isinstance(params, Iterable):
+        raise ArgumentTypeError(f"params must be an iterable of parameters, got {params!r}. Give model.parameters().")
     # Each once: a second hook would outlive `hand_over`, and step by gradients that no wrapper has reduced.
     listed: list[Any] = [params] if isinstance(params, torch.Tensor) else list(dict.fromkeys(params))
     if not listed:
@@ -199,7 +203,9 @@ def apply_in_backward(
                 f"apply_in_backward got a parameter of shape {tuple(param.shape)} that another call of it steps already: "
                 "that one frees its gradient, and nothing would be left to step by. Change the first one's `param_groups`."
             )
-    if max_norm is not None and max_norm <= 0:
+    if isinstance(max_norm, (bool, str)):
+        raise ArgumentTypeError(f"max_norm must be a number, got {max_norm!r}. Leave it out for no clipping.")
+    if max_norm is not None and not max_norm > 0:
         raise ConfigError(f"max_norm must be positive, got {max_norm}. Leave it out for no clipping.")
     _num_applied += 1
     return InBackward(optimizer_class, listed, max_norm, options)

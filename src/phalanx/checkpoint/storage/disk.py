@@ -130,7 +130,7 @@ class Disk:
 
     def read(self, path: str) -> bytes:
         """All of a small file."""
-        _refuse_special(path)
+        refuse_special(path)
         with open(path, "rb") as file:
             return file.read()
 
@@ -138,13 +138,13 @@ class Disk:
         """The first `size` bytes of a file, as something that can be sliced; read when they are looked at."""
         if not size:
             return memoryview(bytearray())
-        _refuse_special(path)
+        refuse_special(path)
         with open(path, "rb") as file:
             # A private copy: torch wants memory that it might write to. It is only ever read, so no page is copied.
             return memoryview(mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY))
 
 
-def _refuse_special(path: str) -> None:
+def refuse_special(path: str) -> None:
     """In a folder from elsewhere a name may be that of a pipe, which waits for ever, or of a device without an end."""
     if os.path.exists(path) and not os.path.isfile(path):
         raise OSError(errno.EINVAL, "not a plain file", path)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -152,6 +153,10 @@ class Manifest:
             fits = isinstance(info.dtype, str) and len(info.shape) == len(info.stride)
             if not fits or not all(map(_is_count, (info.itemsize, *info.shape, *info.stride))):
                 raise ValueError(f"{said(key)} is {info!r:.120}")
+            # Tensors are saved without gaps, so that their last element is the last of as many as there are.
+            last = sum((size - 1) * step for size, step in zip(info.shape, info.stride, strict=True))
+            if info.numel and last >= info.numel:
+                raise ValueError(f"{said(key)} is {info!r:.120}, whose strides lead beyond its elements")
         for extent in self.extents:
             info = self.tensors[extent.key]
             inside = all(map(_is_count, (extent.start, extent.stop, extent.offset))) and isinstance(extent.digest, str)
@@ -198,6 +203,9 @@ def _check_about(about: Any) -> None:
     for name, number in (*numbers.items(), *metrics.items()):
         if isinstance(number, bool) or not isinstance(number, (int, float)):
             raise ValueError(f"{name} is {number!r:.60}, no number")
+    for name, number in numbers.items():
+        if not math.isfinite(number):
+            raise ValueError(f"{name} is {number}")
     if not 0 <= numbers["time"] < _LAST_MOMENT_S:
         raise ValueError(f"it was saved {numbers['time']!r:.60} seconds after 1970")
 

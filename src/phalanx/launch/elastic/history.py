@@ -12,7 +12,7 @@ from typing import Any, BinaryIO, TextIO
 from phalanx.comm.failure.waiting import Notice
 from phalanx.errors import StateError
 from phalanx.launch.elastic.story import Story
-from phalanx.launch.rundir import RunDirectory, open_private, refuse_special
+from phalanx.launch.rundir import LONGEST, RunDirectory, open_private, refuse_special
 
 EVENTS_FILE = "elastic.jsonl"
 
@@ -61,7 +61,7 @@ class Watching:
                 self._file = open(self._path, "rb")
         if self._file is None:
             return None
-        *lines, self._rest = (self._rest + self._file.read()).split(b"\n")
+        *lines, self._rest = (self._rest + self._file.read(LONGEST)).split(b"\n")
         for line in lines:
             # A folder from elsewhere may hold anything: what is no record is left out.
             with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError, RecursionError):

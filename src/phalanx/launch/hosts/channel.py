@@ -40,6 +40,10 @@ class NotAdmittedError(ChannelError):
     """The peer could not prove that it knows the secret of this run."""
 
 
+class HungUpError(NotAdmittedError):
+    """The peer ended the connection where its own proof was due: it refused ours, or it is busy, or has ended."""
+
+
 class Channel:
     """Messages to and from one launcher that proved the secret. Used by one thread at a time."""
 
@@ -158,7 +162,7 @@ def enter(connection: socket.socket, secret: bytes, run_id: str, timeout_s: floa
     try:
         proof = _read(connection, _PROOF_BYTES, deadline)
     except ChannelError:
-        raise NotAdmittedError("it refused our secret, or was started with another --run-id") from None
+        raise HungUpError("it refused our secret, or was started with another --run-id") from None
     if not hmac.compare_digest(proof, _sign(key, b"head", theirs, ours)):
         raise NotAdmittedError("it does not know the secret of this run")
     return Channel(connection, _sign(key, b"session", theirs, ours), b"member", b"head")

@@ -57,7 +57,7 @@ def meet(invitation: Invitation, nproc: int, number: int | None, notice: Notice,
         with signals_blocked():
             importlib.import_module("torch.distributed")
         rounds = Rounds(*limits, restartable=invitation.restartable)
-        worker_store = WorkerStore(listener.getsockname()[0])
+        worker_store = WorkerStore(listener.getsockname()[0], notice)
         return Head(listener, Host(0, name, nproc, number), rounds, key, worker_store.renew, notice)
     return meet_head(invitation.address, Host(-1, name, nproc, number), limits, key, notice, timeout_s)
 
@@ -65,7 +65,7 @@ def meet(invitation: Invitation, nproc: int, number: int | None, notice: Notice,
 def check_endpoint(endpoint: str) -> str:
     """`endpoint`, if it is HOST:PORT with one host; raises ConfigError."""
     host, _, port = endpoint.rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise ConfigError(f"--endpoint should be HOST:PORT, such as head:29500; got {endpoint!r}")
     if host.strip("[]").lower() in _EVERYWHERE:
         raise ConfigError(
@@ -126,9 +126,11 @@ def _is_literal(host: str) -> bool:
 class WorkerStore:
     """The c10d store of a round's workers on several hosts, in the head's process."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, notice: Notice) -> None:
         self._address = address
+        self._notice = notice
         self._store: Any = None
+        self._told = False
 
     def renew(self, peers: set[str]) -> tuple[str, int]:
         """A new store for workers on hosts with these addresses; the one of the round before is dropped."""
@@ -138,10 +140,16 @@ class WorkerStore:
         family = socket.AF_INET6 if ":" in self._address else socket.AF_INET
         listener = socket.socket(family, socket.SOCK_STREAM)
         # Before it listens, so that there is no moment in which others get through.
-        admit_only(listener, peers)
+        is_filtered = admit_only(listener, peers)
         listener.bind((self._address, 0))
         listener.listen(socket.SOMAXCONN)
         port = int(listener.getsockname()[1])
+        if not is_filtered and not self._told:
+            self._told = True
+            self._notice(
+                f"the kernel does not filter by {len(peers)} addresses here: whoever reaches {self._address}:{port} can "
+                "read and write the workers' store. Use a network that only the hosts of the run are on (SECURITY.md)."
+            )
         self._store = dist.TCPStore(
             self._address,
             port,

@@ -18,11 +18,13 @@ from typing import Any, TypeVar
 
 from phalanx.comm.failure.waiting import Notice, Waiting
 from phalanx.errors import CommunicationError
-from phalanx.launch.hosts.channel import Channel, ChannelError, NotAdmittedError, enter
+from phalanx.launch.hosts.channel import Channel, ChannelError, HungUpError, NotAdmittedError, enter
 from phalanx.launch.hosts.company import BEAT_S, SILENCE_S, Company, HostsEnded, Place
 from phalanx.launch.hosts.rounds import Host
 
 _RETRY_S = 0.25
+# A head that many strangers keep busy may drop us in the middle, which looks like a refusal: not several times in a row.
+_MOST_REFUSALS = 3
 
 T = TypeVar("T")
 
@@ -144,7 +146,7 @@ def knock(
     host, port = endpoint
     where = f"{host}:{port}"
     waiting = Waiting(notice)
-    trouble = ""
+    trouble, refusals = "", 0
     while waiting.seconds < timeout_s:
         try:
             connection = socket.create_connection((host, port), timeout=SILENCE_S)
@@ -156,12 +158,14 @@ def knock(
                 return introduce(enter(connection, *key, SILENCE_S))
             except NotAdmittedError as error:
                 connection.close()
-                raise CommunicationError(
-                    f"{me} does not trust the host at {where}: {error}. Give every host the same secret and --run-id."
-                ) from None
+                trouble, refusals = str(error), refusals + 1
+                if refusals == _MOST_REFUSALS or not isinstance(error, HungUpError):
+                    raise CommunicationError(
+                        f"{me} does not trust the host at {where}: {error}. Give every host the same secret and --run-id."
+                    ) from None
             except ChannelError as error:
                 connection.close()
-                trouble = str(error)
+                trouble, refusals = str(error), 0
         waiting.look(lambda trouble=trouble: f"{me} waits for the first host to answer at {where} ({trouble})")  # type: ignore[misc]
         time.sleep(_RETRY_S)
     raise CommunicationError(

@@ -27,7 +27,8 @@ def read_secret(path: str | None, environ: MutableMapping[str, str]) -> bytes | 
     if path is not None:
         return check_secret(_read_private(Path(path)), path)
     text = environ.get(SECRET)
-    return check_secret(text.encode(), SECRET) if text else None
+    # As the bytes that they are: a secret need not be text.
+    return check_secret(os.fsencode(text), SECRET) if text else None
 
 
 def check_secret(secret: bytes, source: str) -> bytes:

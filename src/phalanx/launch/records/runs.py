@@ -98,7 +98,10 @@ def newest(parent: str | os.PathLike[str], traced: bool = False) -> RunInfo:
 
 
 def remove(run: RunInfo) -> None:
-    """Take a run's folder away. A run that is still going on is refused."""
+    """Take a run's folder away, or a link to one that is elsewhere. A run that is still going on is refused."""
     if run.is_running:
         raise ConfigError(f"{run.path} is still running. End it first.")
+    if run.path.is_symlink():
+        run.path.unlink()
+        return
     shutil.rmtree(run.path)

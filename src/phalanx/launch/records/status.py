@@ -5,14 +5,14 @@ Owns who is the slowest and who waits for whom, in one place for the status line
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
+from phalanx.errors import StateError
 from phalanx.launch.elastic.story import Story, What
-from phalanx.launch.rundir import RunDirectory
+from phalanx.launch.rundir import RunDirectory, read_record
 
 # Below this difference between ranks, in shares of their time, nobody is the slowest.
 _NOTEWORTHY_WAITING = 0.05
@@ -62,14 +62,14 @@ def read(directory: RunDirectory, story: Story | None = None) -> list[RankStatus
 
 def _read_one(path: Path) -> RankStatus | None:
     try:
-        value = json.loads(path.read_text())
+        value = read_record(path)
         numbers = {each.name: value[each.name] for each in fields(RankStatus) if each.name not in _NO_NUMBERS}
         # A folder from elsewhere may hold anything: what is no number here is no status.
         if not all(isinstance(number, int | float) for number in numbers.values()):
             return None
         loss = value["loss"] if isinstance(value["loss"], int | float) else None
         return RankStatus(**numbers, state=str(value["state"]), loss=loss, apart=value.get("apart") is True)
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (OSError, StateError, ValueError, KeyError, TypeError):
         return None  # not written yet, or being made
 
 

@@ -14,12 +14,24 @@ from dataclasses import dataclass
 # Python's own handlers, or none.
 HANDLED_NAMES = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
 
-# While Python itself and then torch are imported, which takes seconds, SIGINT does what it does to any program: end it
-# without a word. Python's own handler, which would print where the import was, comes back in `bootstrap.main`.
-WORKER_PROGRAM = """\
-import signal, sys
+# `python -c` looks for modules in the working directory before anywhere else. That may be anybody's, /tmp say, and what lies
+# there must not be taken for torch or json. Only where the launcher itself was found there (`python -m phalanx`, in a folder
+# of sources) is there no other way. `bootstrap` puts the script's folder first, as Python does.
+#
+# While torch is imported, which takes seconds, SIGINT does what it does to any program: end it without a word. Python's own
+# handler, which would print where the import was, comes back in `bootstrap.main`.
+ENTRANCE = """\
+import sys
+here = [] if sys.flags.safe_path else [sys.path.pop(0)]
+import signal
 signal.signal(signal.SIGINT, signal.SIG_DFL)
-signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT})
+import importlib.util
+if importlib.util.find_spec("phalanx") is None:
+    sys.path[:0] = here
+"""
+
+WORKER_PROGRAM = f"""\
+{ENTRANCE}signal.pthread_sigmask(signal.SIG_UNBLOCK, {{signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}})
 from phalanx.launch.bootstrap import main
 main(sys.argv[1:])
 """

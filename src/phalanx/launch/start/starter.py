@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from phalanx.launch.start.child import Child, child_pids
-from phalanx.launch.start.order import HANDLED_NAMES, Order
+from phalanx.launch.start.order import ENTRANCE, HANDLED_NAMES, Order
 from phalanx.launch.variables import WARM
 
 # What torch, numpy, OpenMP, the C library and Python read while they are loaded. A starter that was loaded with other
@@ -38,9 +38,8 @@ _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
 
 # Until it serves, nothing of phalanx is there: importing the package imports torch, which is what takes the time in which
 # the launcher may die, and with it the starter.
-_PROGRAM = """\
-import ctypes, os, signal, sys
-signal.signal(signal.SIGINT, signal.SIG_DFL)
+_PROGRAM = f"""\
+{ENTRANCE}import ctypes, os
 ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
 if os.getppid() != int(sys.argv[2]):
     os._exit(0)

@@ -94,14 +94,24 @@ def rebuild(tree: Tree, device: torch.device, leaf: Callable[[Leaf], torch.Tenso
     if "leaf" in tree:
         return leaf(_leaf(tree))
     value = complex(*tree["value"]) if isinstance(tree["value"], list) else tree["value"]
+    if not isinstance(value, (bool, int, float, complex)):
+        raise StateError(f"a saved state has {value!r:.60} where it should have a number.")
     # Not the saved device: a checkpoint may be loaded where there is another one.
     at = device if tree["at"] == "param" else _CPU
-    return torch.tensor(value, dtype=getattr(torch, tree["dtype"]), device=at)
+    return torch.tensor(value, dtype=dtype_named(tree["dtype"]), device=at)
+
+
+def dtype_named(name: Any) -> torch.dtype:
+    """By name only, and of this kind only: a file from elsewhere must not choose any attribute of torch."""
+    found = getattr(torch, name, None) if isinstance(name, str) else None
+    if not isinstance(found, torch.dtype):
+        raise StateError(f"a saved state has the dtype {name!r:.60}, which this torch does not know.")
+    return found
 
 
 def _leaf(tree: Tree) -> Leaf:
     shape = tree["shape"]
-    return Leaf(tree["leaf"], getattr(torch, tree["dtype"]), None if shape is None else tuple(shape))
+    return Leaf(tree["leaf"], dtype_named(tree["dtype"]), None if shape is None else tuple(shape))
 
 
 def leaves_of(tree: Tree) -> Iterator[Leaf]:

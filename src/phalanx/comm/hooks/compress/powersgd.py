@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ....errors import ReductionError, StateError
+from ....errors import ConfigError, ReductionError, StateError
 from ...bucket import GradBucket
 from ..allreduce import allreduce_hook
 from ..contract import check_own_bucket
@@ -62,6 +62,8 @@ class PowerSGDState(HookState):
     ) -> None:
         super().__init__(process_group)
         check_number("matrix_approximation_rank", matrix_approximation_rank, low=1)
+        if matrix_approximation_rank % 1:  # also of an infinite one
+            raise ConfigError(f"matrix_approximation_rank must be a whole number, got {matrix_approximation_rank!r}.")
         check_number("start_powerSGD_iter", start_powerSGD_iter, low=0)
         check_number("min_compression_rate", min_compression_rate, low=0)
         check_number("orthogonalization_epsilon", orthogonalization_epsilon, low=0)

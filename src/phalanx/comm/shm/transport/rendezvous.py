@@ -140,9 +140,10 @@ class Rendezvous:
                 self._check_user(connection)
                 self._send_hello(connection, address.token, inbox, control, memory)
                 return connection
-            except (ConnectionError, TimeoutError):
+            except (ConnectionError, TimeoutError, BlockingIOError):
                 # The store may still hold the address of an earlier group of the same name, whose
-                # listener is gone; the present one will replace it.
+                # listener is gone; the present one will replace it. Or strangers, who can read the address in
+                # /proc/net/unix, fill the queue of those who want to connect: the peer turns them away when it accepts.
                 connection.close()
                 time.sleep(min(_RETRY_S, self._remaining(f"rank {self._names[peer]}")))
             except BaseException:
@@ -197,6 +198,8 @@ class Rendezvous:
                 break
             except TimeoutError:
                 continue
+            except ConnectionError as error:
+                raise _NotInGroupError(f"{self._me}: the connection ended: {error}") from error
         try:
             peer, peer_token = json.loads(hello)
             if not secrets.compare_digest(peer_token, token) or peer not in inboxes or len(fds) != 3:

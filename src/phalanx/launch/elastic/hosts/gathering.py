@@ -39,7 +39,7 @@ class Hosts:
         self._nproc, self._name = nproc, socket.gethostname()
         self.address: str = listener.getsockname()[0]
         self._door: Door | None = None
-        self._store = WorkerStore(self.address)
+        self._store = WorkerStore(self.address, notice)
         self._arrivals: queue.SimpleQueue[tuple[Channel, dict[str, Any]]] = queue.SimpleQueue()
         self._woken, self._wake = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self.all: dict[int, There] = {}

@@ -1,0 +1,104 @@
+"""A checkpoint made by an enemy, with hashes that are right: refused in words, and nothing waits or grows by it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from torch import nn
+
+from phalanx import Checkpointer
+from phalanx.checkpoint.safetensors import read_safetensors
+from phalanx.checkpoint.source import read_torch_file
+from phalanx.checkpoint.storage.manifest import digest
+from phalanx.checkpoint.tree import decode
+from phalanx.cli.checkpoints import command
+from phalanx.errors import ConfigError, StateError
+
+pytestmark = pytest.mark.timeout(60)
+
+Forgery = Callable[[dict[str, Any]], Any]
+
+
+def trained() -> tuple[nn.Linear, torch.optim.Adam]:
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    with Checkpointer(tmp_path, *trained()) as checkpointer:
+        checkpointer.save(1)
+    return tmp_path
+
+
+def forge(folder: Path, change: Forgery) -> None:
+    """Change the manifest, and make all hashes fit."""
+    (save,) = folder.glob("step-1.*")
+    manifest = json.loads((save / "rank-0.json").read_text())
+    change(manifest)
+    text = json.dumps(manifest).encode()
+    (save / "rank-0.json").write_bytes(text)
+    commit = json.loads((save / "COMMITTED").read_bytes().splitlines()[0])
+    commit |= {"manifests": [[len(text), digest(text)]], "about": manifest["about"]}
+    body = json.dumps(commit).encode() + b"\n"
+    (save / "COMMITTED").write_bytes(body + digest(body).encode() + b"\n")
+
+
+def _state(manifest: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = manifest["texts"]["optimizer"]["states"]["weight"]["dict"]
+    return found
+
+
+FORGERIES: dict[str, Forgery] = {
+    "strides beyond the tensor": lambda m: m["tensors"]["model/weight"].__setitem__(3, [1000, 1]),
+    "another name of nothing": lambda m: m["texts"]["model"].__setitem__("aliases", {"x": "nowhere"}),
+    "no texts": lambda m: m["texts"].__setitem__("model", None),
+    "a tensor of elsewhere": lambda m: m["texts"]["model"].__setitem__("extra", {"@tensor": "../../etc/passwd"}),
+    "a window of less than nothing": lambda m: m["texts"]["model"].__setitem__("extra", {"a": {"@window": [-1, []]}}),
+    "a void of a terabyte": lambda m: m["texts"]["model"].__setitem__("extra", {"a": {"@scalar": ["V1", 1 << 40]}}),
+    "a dtype that is a function": lambda m: _state(m)["step"].__setitem__("dtype", "load"),
+    "a number that is none": lambda m: _state(m)["step"].__setitem__("value", "x"),
+    "a step without end": lambda m: m["about"].__setitem__("step", float("inf")),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*Passed over for an older one")
+@pytest.mark.parametrize("kind", FORGERIES)
+def test_a_forged_checkpoint_is_refused_in_words(folder: Path, kind: str) -> None:
+    forge(folder, FORGERIES[kind])
+    with Checkpointer(folder, *trained()) as checkpointer, pytest.raises(StateError):
+        checkpointer.restore()
+    with pytest.raises((StateError, ConfigError)):
+        arguments = [str(folder), "export", "torch", str(folder / "out.pt")]
+        CliRunner().invoke(command, arguments, catch_exceptions=False, standalone_mode=False)
+
+
+@pytest.fixture
+def ends_soon() -> Iterator[None]:
+    before = signal.signal(signal.SIGALRM, lambda *_: pytest.fail("it hangs"))
+    signal.alarm(20)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize("read", [read_safetensors, read_torch_file])
+def test_a_pipe_in_place_of_a_file_is_not_waited_for(tmp_path: Path, read: Callable[[str], Any], ends_soon: None) -> None:
+    os.mkfifo(tmp_path / "model")
+    with pytest.raises(StateError, match="not a plain file"):
+        read(str(tmp_path / "model"))
+
+
+def test_numbers_of_numpy_come_back() -> None:
+    assert decode({"@scalar": ["<f4", 1.5]}, lambda path: torch.empty(0)).dtype.str == "<f4"

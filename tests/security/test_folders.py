@@ -1,0 +1,130 @@
+"""A run folder made by an enemy: the commands that look at runs neither hang, nor write elsewhere, nor obey its name."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from phalanx.cli.console import visible
+from phalanx.cli.main import cli
+from phalanx.errors import PhalanxError, StateError
+from phalanx.launch import rundir
+from phalanx.launch.rundir import RunDirectory
+from phalanx.observe import run
+from tests.observe.synthetic import training_events, write_trace
+
+pytestmark = pytest.mark.timeout(60)
+
+TITLE = "20200101-\x1b]0;taken\x07\x1b[2J"
+
+
+def make_run(folder: Path, name: str = "run", **facts: Any) -> Path:
+    made = folder / name
+    (made / "attempt-0" / "rank-00000").mkdir(parents=True)
+    known = {"state": "running", "nproc": 1, "pid": os.getpid(), "host": socket.gethostname(), **facts}
+    (made / "run.json").write_text(json.dumps(known))
+    return made
+
+
+@pytest.fixture(autouse=True)
+def ends_soon() -> Iterator[None]:
+    """A pipe that nobody writes to is waited for in the kernel, where pytest's own limit comes late."""
+    before = signal.signal(signal.SIGALRM, lambda *_: pytest.fail("it hangs"))
+    signal.alarm(20)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def phalanx(*arguments: str, answer: str = "") -> str:
+    done = CliRunner().invoke(cli, arguments, input=answer, standalone_mode=False)
+    if done.exception is not None and not isinstance(done.exception, click.Abort):
+        raise done.exception
+    return done.output
+
+
+def test_top_does_not_wait_for_what_is_no_file(tmp_path: Path) -> None:
+    os.mkfifo(make_run(tmp_path) / "attempt-0" / "rank-00000" / "status.json")
+    assert "running" in phalanx("top", "--once", str(tmp_path / "run"))
+
+
+@pytest.mark.parametrize("command", [("top", "--once", "--runs"), ("runs", "--clean", "--keep", "0", "--run-dir")])
+def test_the_name_of_a_run_does_nothing_to_the_terminal(tmp_path: Path, command: tuple[str, ...]) -> None:
+    make_run(tmp_path, TITLE, state="finished")
+    said = phalanx(*command, str(tmp_path), answer="n\n")
+    assert visible(TITLE) in said and "\x1b]" not in said and "\x1b[2J" not in said
+
+
+def test_a_name_that_is_no_text_is_shown(tmp_path: Path) -> None:
+    make_run(tmp_path, os.fsdecode(b"20200101-\xff\x9b2J"), state="finished")
+    assert "20200101-\\xff\\x9b2J" in phalanx("runs", "--run-dir", str(tmp_path))
+
+
+@pytest.mark.parametrize("seconds", [10**400, float("nan"), True, "x"])
+def test_one_record_does_not_keep_the_others_from_being_listed(tmp_path: Path, seconds: Any) -> None:
+    make_run(tmp_path, "20200101-enemy", state="finished", seconds=seconds)
+    make_run(tmp_path, "20200102-mine", state="finished", seconds=7)
+    assert "20200102-mine" in phalanx("runs", "--run-dir", str(tmp_path))
+
+
+def test_of_a_run_that_is_a_link_only_the_link_is_removed(tmp_path: Path) -> None:
+    elsewhere, here = make_run(tmp_path / "elsewhere", state="finished"), tmp_path / "here"
+    here.mkdir()
+    (here / "20200101-link").symlink_to(elsewhere)
+    phalanx("runs", "--clean", "--keep", "0", "-y", "--run-dir", str(here))
+    assert not list(here.iterdir()) and (elsewhere / "run.json").exists()
+
+
+@pytest.mark.parametrize("what", ["link", "pipe"])
+def test_scale_writes_through_nothing_that_lies_there(tmp_path: Path, what: str) -> None:
+    folder, precious = make_run(tmp_path, elastic=[1, 4]), tmp_path / "precious"
+    precious.write_text("keep me")
+    for name in (f".scale.{os.getpid()}", "scale"):
+        (folder / name).symlink_to(precious) if what == "link" else os.mkfifo(folder / name)
+    phalanx("scale", str(folder), "2")
+    assert precious.read_text() == "keep me" and (folder / "scale").read_text() == "2"
+    assert (folder / "scale").stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("limits", ["x", "xy", 5, [1], [1, "b"], [None, None], {"a": 1, "b": 2}])
+def test_scale_refuses_a_record_that_no_run_writes(tmp_path: Path, limits: Any) -> None:
+    with pytest.raises(StateError, match="its record says elastic"):
+        phalanx("scale", str(make_run(tmp_path, elastic=limits)), "1")
+
+
+def test_scale_knows_whom_it_asks(tmp_path: Path) -> None:
+    with pytest.raises(PhalanxError, match="is no run directory"):
+        phalanx("scale", str(tmp_path), "1")
+    dead = make_run(tmp_path, elastic=[1, 4], pid=2**22 + 5)
+    with pytest.raises(PhalanxError, match=r"has ended \(launcher gone\)"):
+        phalanx("scale", str(dead), "2")
+
+
+def test_a_file_that_is_all_holes_is_not_read_into_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (rundir, run):
+        monkeypatch.setattr(module, "LONGEST", 1 << 20)
+    (tmp_path / "big").mkdir()
+    (tmp_path / "big" / "run.json").touch()
+    os.truncate(tmp_path / "big" / "run.json", 1 << 38)
+    with pytest.raises(StateError, match="longer than 1 MiB"):
+        RunDirectory(tmp_path / "big").facts()
+    write_trace(tmp_path / "trace", 0, 1, training_events(0, 2))
+    (trace,) = (tmp_path / "trace").glob("trace-rank*")
+    before = run.load(tmp_path / "trace")
+    os.truncate(trace, 1 << 38)
+    assert run.load(tmp_path / "trace") == before
+
+
+def test_a_machine_that_says_brackets_is_examined(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "[/x] \x1b]0;taken\x07")
+    said = phalanx("doctor", "--no-self-test")
+    assert "OMP_NUM_THREADS is '[/x]" in said and "\x1b]0" not in said
