@@ -305,6 +305,23 @@ def test_a_rank_whose_backward_reaches_no_parameter_takes_part(width: int, backe
     assert run_ranks(2, use_no_parameter, width, backend=backend) == [4, 4]
 
 
+def around_after_none(rank: int, world: int, width: int) -> int:
+    """One rank's backward reaches no parameter; then all ranks run one around the wrapper."""
+    model = Skips(width)
+    _, wrapped = _wrapped(model)
+    for step in range(2):
+        wrapped(inputs(step, rank, width).requires_grad_(), rank == step).square().mean().backward()
+        wrapped.zero_grad()
+        _square(model.net, step, rank, width).backward()
+        wrapped.zero_grad()
+    return wrapped.stats().num_steps
+
+
+@widths
+def test_a_backward_around_the_wrapper_stays_local_after_one_without_gradient(width: int) -> None:
+    assert run_ranks(2, around_after_none, width, timeout_s=30, pg_timeout_s=10) == [2, 2]
+
+
 def freeze_to_look(rank: int, world: int, width: int) -> int:
     """Rank 0 makes an adversarial input by a backward through the frozen model, before and amid training."""
     model = Net(width)

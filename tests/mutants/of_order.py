@@ -78,6 +78,13 @@ MUTATIONS = (
         tests=TESTS,
     ),
     Mutation(
+        name="order: a pass without gradient of this rank leaves the wrapper armed",
+        file=REDUCER,
+        old="            self._arming.reduced()\n",
+        new="            pass\n",
+        tests="tests/ddp/test_what_is_reduced.py",
+    ),
+    Mutation(
         name="order: gradients that a failed backward left on some ranks only stay so",
         file="src/phalanx/ddp/passes/joined.py",
         old="    _fill_in(run)\n",

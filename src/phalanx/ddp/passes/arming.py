@@ -198,13 +198,17 @@ class Arming:
         """
         if self.state is Armed.RESTING:
             return None
-        waiting = [each for each in self._waiting if each.waits and each.reduces]
-        if graph is not None:
-            # Of a loss that was no output, it is not known which forward it was of: the last, as in `begin`.
-            meets = not graph.leaves.isdisjoint(params)
+        waiting = [each for each in self._waiting if each.waits]
+        if graph is None:
+            reached = [each for each in waiting if each.reduces]
+        else:
             reached = [each for each in waiting if not graph.numbers.isdisjoint(each.nodes)]
-            waiting = reached or [each for each in waiting if meets or (graph.nests and each.is_opaque)]
-        return waiting[-1].number if waiting else None
+            if not reached:
+                # Of a loss that was no output, it is not known which forward it was of: the last, as in `begin`.
+                meets = not graph.leaves.isdisjoint(params)
+                reached = [each for each in waiting if meets or (graph.nests and each.is_opaque)][-1:]
+            reached = [each for each in reached if each.reduces]
+        return reached[-1].number if reached else None
 
     @property
     def may_nest(self) -> bool:

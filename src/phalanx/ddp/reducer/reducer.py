@@ -401,13 +401,13 @@ class Reducer(TorchReducer):
             bucket.abandon()
         for listener in self.listeners:
             listener.pass_failed()
-        # Last: listeners may have gradients of their own to give back.
         for bucket in self.buckets:
-            bucket.replace_lost()
+            bucket.replace_lost()  # last: listeners may have gradients of their own to give back
 
     def begin_owed(self) -> None:
         """Begin the pass that no gradient has begun on this rank, if the backward is to be reduced all the same."""
         if self.state < OBSERVING and self._arming.is_owed and any(param.requires_grad for param in self.params):
+            self._arming.reduced()
             self.recover()
             self._begin_pass(joined=False, may_nest=True)
 
