@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -25,10 +27,11 @@ class Trained:
     group: dist.ProcessGroup  # another one, of the same ranks
     optimizer: phalanx.ZeroRedundancyOptimizer
 
-    def __init__(self) -> None:
+    def __init__(self, **options: Any) -> None:
         self.model = Net(SMALL)
         self.plain = unwrapped(self.model)
-        self.wrapped: Any = phalanx.DistributedDataParallel(self.model, bucket_cap_mb=4 * (SMALL + 1) * SMALL / 2**20)
+        cap_mb = 4 * (SMALL + 1) * SMALL / 2**20
+        self.wrapped: Any = phalanx.DistributedDataParallel(self.model, bucket_cap_mb=cap_mb, **options)
 
     def loss(self, module: nn.Module, step: int, rank: int) -> torch.Tensor:
         dtype = next(module.parameters()).dtype
@@ -131,3 +134,40 @@ def another_goes_on(rank: int, world: int, forwards_first: bool, both_fail: bool
 @pytest.mark.parametrize("both_fail", [False, True], ids=["one", "both"])
 def test_what_one_wrapper_owes_comes_before_what_another_sends(forwards_first: bool, both_fail: bool, backend: str) -> None:
     run_ranks(2, another_goes_on, forwards_first, both_fail, backend=backend, timeout_s=30, pg_timeout_s=12)
+
+
+def dropped_after(rank: int, world: int) -> None:
+    """A trial ends by an exception on every rank, and the next one begins; memory is freed whenever each rank gets to it."""
+    gc.disable()
+    try:
+        for trial in range(3):
+            failed = Trained()
+            failed.train(0, rank, world)
+            failed.fail(rank)
+            del failed
+            if rank == trial % world:
+                gc.collect()
+            Trained().train(1, rank, world)
+    finally:
+        gc.enable()
+
+
+@everywhere
+def test_what_a_dropped_wrapper_owes_does_not_depend_on_when_its_memory_is_freed(backend: str) -> None:
+    run_ranks(2, dropped_after, backend=backend, timeout_s=30, pg_timeout_s=12)
+
+
+def forgotten_with_its_group(rank: int, world: int) -> bool:
+    group = dist.new_group([*range(world)])
+    failed = Trained(process_group=group)
+    failed.fail(rank)
+    reducer = weakref.ref(failed.wrapped.reducer)
+    del failed
+    dist.destroy_process_group(group)
+    del group
+    gc.collect()
+    return reducer() is None
+
+
+def test_what_is_owed_to_a_group_that_is_destroyed_keeps_nobody_alive() -> None:
+    assert run_ranks(2, forgotten_with_its_group, backend="gloo", timeout_s=30, pg_timeout_s=12) == [True, True]

@@ -59,7 +59,7 @@ MUTATIONS = (
     Mutation(
         name="order: a wrapper that a failed backward did not reach is left out",
         file=REDUCER,
-        old="            self.order.fail_waiting(ending.backward)\n",
+        old="            self.order.fail_waiting(self, ending.backward)\n",
         new="            pass\n",
         tests=TESTS,
     ),
@@ -69,6 +69,13 @@ MUTATIONS = (
         old="        graph = running_graph()\n",
         new="        graph = None\n",
         tests=TESTS,
+    ),
+    Mutation(
+        name="order: what a wrapper owes is forgotten with its memory",
+        file=ORDER,
+        old="            self._owing.append(reducer)\n",
+        new="            pass\n",
+        tests="tests/ddp/test_after_failure.py",
     ),
     Mutation(
         name="order: what one wrapper owes waits until that wrapper is used again",

@@ -389,7 +389,7 @@ class Reducer(TorchReducer):
         elif self.state is IDLE and reduces and any(param.requires_grad for param in self.params):
             self.state = pass_state.miss(self.state)
         if self.has_failed:
-            self.order.fail_waiting(ending.backward)
+            self.order.fail_waiting(self, ending.backward)
 
     def fail_unreached(self, backward: int, number: int) -> None:
         """A backward has raised that may have been one of this wrapper too, had it gone on."""
@@ -397,12 +397,12 @@ class Reducer(TorchReducer):
 
     def _fail(self) -> None:
         self.state = pass_state.fail(self.state)
+        self.order.keep(self)
         for bucket in self.buckets:
             bucket.abandon()
         for listener in self.listeners:
             listener.pass_failed()
-        # Last: listeners may have gradients of their own to give back.
-        for bucket in self.buckets:
+        for bucket in self.buckets:  # last: listeners may have gradients of their own to give back
             bucket.replace_lost()
 
     def begin_owed(self) -> None:
