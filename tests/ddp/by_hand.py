@@ -94,7 +94,7 @@ def assert_mean(model: nn.Module, expected: Gradients, tolerance: float = 1e-5) 
 
 def alike(tensor: torch.Tensor) -> bool:
     """Whether all ranks hold the same bits. Every rank calls it."""
-    mine = tensor.detach().contiguous()
+    mine = tensor.detach().resolve_conj().resolve_neg().contiguous()
     every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(every, mine)
     return all(torch.equal(one, every[0]) for one in every)

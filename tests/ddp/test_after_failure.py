@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -25,10 +27,11 @@ class Trained:
     group: dist.ProcessGroup  # another one, of the same ranks
     optimizer: phalanx.ZeroRedundancyOptimizer
 
-    def __init__(self) -> None:
+    def __init__(self, **options: Any) -> None:
         self.model = Net(SMALL)
         self.plain = unwrapped(self.model)
-        self.wrapped: Any = phalanx.DistributedDataParallel(self.model, bucket_cap_mb=4 * (SMALL + 1) * SMALL / 2**20)
+        cap_mb = 4 * (SMALL + 1) * SMALL / 2**20
+        self.wrapped: Any = phalanx.DistributedDataParallel(self.model, bucket_cap_mb=cap_mb, **options)
 
     def loss(self, module: nn.Module, step: int, rank: int) -> torch.Tensor:
         dtype = next(module.parameters()).dtype
@@ -154,3 +157,86 @@ def test_a_sharded_step_by_zeros_of_a_failed_backward_is_one_of_all_ranks(backen
     (before, first, states), (_, second, _) = run_ranks(2, step_after_failure, backend=backend, timeout_s=30)
     assert torch.equal(first, second) and 2 in states
     assert bool((before != first).all())  # by decay alone, whoever owns an element
+
+
+def dropped_after(rank: int, world: int) -> None:
+    """A trial ends by an exception on every rank, and the next one begins; memory is freed whenever each rank gets to it."""
+    gc.disable()
+    try:
+        for trial in range(3):
+            failed = Trained()
+            failed.train(0, rank, world)
+            failed.fail(rank)
+            del failed
+            if rank == trial % world:
+                gc.collect()
+            Trained().train(1, rank, world)
+    finally:
+        gc.enable()
+
+
+@everywhere
+def test_what_a_dropped_wrapper_owes_does_not_depend_on_when_its_memory_is_freed(backend: str) -> None:
+    run_ranks(2, dropped_after, backend=backend, timeout_s=30, pg_timeout_s=12)
+
+
+def forgotten_with_its_group(rank: int, world: int) -> bool:
+    group = dist.new_group([*range(world)])
+    failed = Trained(process_group=group)
+    failed.fail(rank)
+    reducer = weakref.ref(failed.wrapped.reducer)
+    del failed
+    dist.destroy_process_group(group)
+    del group
+    gc.collect()
+    return reducer() is None
+
+
+def test_what_is_owed_to_a_group_that_is_destroyed_keeps_nobody_alive() -> None:
+    assert run_ranks(2, forgotten_with_its_group, backend="gloo", timeout_s=30, pg_timeout_s=12) == [True, True]
+
+
+def raises_behind(rank: int, world: int, how: str) -> None:
+    """The second of a chain of two takes no part in the reduction; on rank 0 the backward does not come to the first."""
+    bodies = [Net(SMALL), Net(SMALL)]
+    plain = [unwrapped(body) for body in bodies]
+    first, second = (phalanx.DistributedDataParallel(body) for body in bodies)
+    if how == "frozen":
+        bodies[1].requires_grad_(False)
+
+    def refuse(_grad: torch.Tensor) -> None:
+        raise BrokenLayer("on purpose")
+
+    for step in range(3):
+        between = first(inputs(step, rank, SMALL)).expand(-1, SMALL)
+        with second.no_sync() if how == "no_sync" else nullcontext():
+            out = second(between * 1.0 if rank else Refusing.apply(between))
+        if rank:
+            handle = bodies[0].a.weight.register_hook(refuse)
+        with pytest.raises(BrokenLayer):
+            out.sum().backward()
+        if rank:
+            handle.remove()
+        first.zero_grad()
+        second.zero_grad()
+        first(inputs(step, rank, SMALL)).square().mean().backward()
+        wanted = mean_by_hand(plain[0], world, lambda m, r, step=step: m(inputs(step, r, SMALL)).square().mean())
+        assert_mean(bodies[0], wanted)
+
+
+class Refusing(torch.autograd.Function):
+    """Nothing in forward, an exception in backward."""
+
+    @staticmethod
+    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: object, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        raise BrokenLayer("on purpose")
+
+
+@everywhere
+@pytest.mark.parametrize("how", ["frozen", "no_sync"])
+def test_a_backward_that_raises_behind_a_wrapper_without_part_in_it_is_one_of_the_others(how: str, backend: str) -> None:
+    run_ranks(2, raises_behind, how, backend=backend, timeout_s=30, pg_timeout_s=10)

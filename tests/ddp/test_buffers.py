@@ -11,7 +11,7 @@ from torch import nn
 
 import phalanx
 from phalanx.ddp.features.buffers import BufferHookLocation
-from phalanx.errors import MismatchError
+from phalanx.errors import MismatchError, PhalanxError
 from tests.cluster import run_ranks
 
 
@@ -135,3 +135,25 @@ def test_a_buffer_that_one_rank_replaces_by_a_larger_one_is_an_error(backend: st
     said = run_ranks(2, other_buffers, backend=backend)
     # Rank 0 has sent its own, and hears of it when it needs the other rank again.
     assert said[0] == "" and "this rank has 2 tensors of 28 bytes together, rank 0 has 2 of 24" in said[1], said
+
+
+UNSUITABLE = {
+    "sparse": torch.eye(2).to_sparse(),
+    "rows": torch.eye(2).to_sparse_csr(),
+    "quantized": torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8),
+    "expanded": torch.ones(1).expand(3),
+}
+
+
+def with_unsuitable_buffer(rank: int, world: int, kind: str) -> None:
+    model = nn.Linear(2, 2)
+    model.register_buffer("odd", UNSUITABLE[kind])
+    with pytest.raises(PhalanxError, match="'odd' cannot be kept alike"):
+        phalanx.DistributedDataParallel(model)
+    phalanx.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["odd"])
+    phalanx.DistributedDataParallel(model)(torch.ones(1, 2)).sum().backward()
+
+
+@pytest.mark.parametrize("kind", UNSUITABLE)
+def test_a_buffer_that_nobody_can_overwrite_is_named_on_every_rank(kind: str) -> None:
+    run_ranks(2, with_unsuitable_buffer, kind, timeout_s=30, pg_timeout_s=12)

@@ -245,3 +245,94 @@ def test_a_gradient_that_is_not_as_planned_is_still_stepped_with(
     options: dict[str, Any], width: int, backend: str
 ) -> None:
     run_ranks(2, surprise_optimizer, width, options, backend=backend)
+
+
+class Conjugates(nn.Module):
+    """Gradients, parameters and buffers that stand for the conjugate, or the negative, of their memory."""
+
+    def __init__(self, width: int, rank: int) -> None:
+        super().__init__()
+        torch.manual_seed(rank)  # so that replicating has something to do
+        self.square = nn.Parameter(torch.randn(width, width, dtype=torch.complex64))
+        self.vector = nn.Parameter(torch.randn(width, dtype=torch.complex64))
+        self.turned = nn.Parameter(torch.randn(width, dtype=torch.complex64).conj())
+        self.fixed = nn.Parameter(torch.randn(width, dtype=torch.complex64).conj(), requires_grad=False)
+        self.register_buffer("phases", torch.randn(width, dtype=torch.complex64).conj())
+        self.register_buffer("angles", torch.randn(width, dtype=torch.complex64).conj().imag)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mixed = torch.complex(x, x.flip(-1)) @ self.square.mH * self.phases + self.turned * self.fixed
+        turned = self.vector.conj().view(-1)
+        return (mixed.abs().mean() + (turned.imag * x * self.angles + turned.real).mean()) * x.std()
+
+
+def conjugates(rank: int, world: int, views: bool, width: int) -> None:
+    model = Conjugates(width, rank)
+    wrapped = phalanx.DistributedDataParallel(model, gradient_as_bucket_view=views, check_drift_every=1)
+    plain = unwrapped(model)
+    sources = [Conjugates(width, 0).state_dict()[name] for name in model.state_dict()]
+    assert all(torch.equal(got, want) for got, want in zip(model.state_dict().values(), sources, strict=True))
+    loss = lambda module, each: module(inputs(0, each, width))  # noqa: E731
+    for _ in range(3):
+        wrapped.zero_grad()
+        loss(wrapped, rank).backward()
+        assert_mean(model, mean_by_hand(plain, world, loss))
+
+
+@everywhere
+@widths
+@pytest.mark.parametrize("views", [False, True], ids=["copies", "views"])
+def test_what_stands_for_the_conjugate_of_its_memory_is_averaged(views: bool, width: int, backend: str) -> None:
+    run_ranks(2, conjugates, views, width, backend=backend)
+
+
+def conjugated(rank: int, world: int, views: bool) -> None:
+    wrapped = phalanx.DistributedDataParallel(nn.Linear(3, 1, dtype=torch.complex64), gradient_as_bucket_view=views)
+    weight = wrapped.module.weight
+    x = torch.randn(world, 3, dtype=torch.complex64, generator=torch.Generator().manual_seed(1))
+    before = torch.zeros(1, 3)
+    for _ in range(3):
+        wrapped(x[rank]).real.sum().backward()
+        want = before + x.conj().mean(dim=0)
+        torch.testing.assert_close(weight.grad.resolve_conj(), want)
+        # The same memory for other values, to which the next backward adds.
+        weight.grad, before = weight.grad.conj(), want.conj()
+
+
+@everywhere
+@pytest.mark.parametrize("views", [False, True], ids=["copies", "views"])
+def test_a_gradient_that_the_user_conjugates_is_added_to_as_such(views: bool, backend: str) -> None:
+    run_ranks(2, conjugated, views, backend=backend)
+
+
+class ComplexHalves(nn.Module):
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.used = nn.Parameter(torch.ones(size, dtype=torch.complex32))
+        self.sometimes = nn.Parameter(torch.ones(3, dtype=torch.complex32))
+
+    def forward(self, x: float, both: bool) -> torch.Tensor:
+        params = (self.used, self.sometimes) if both else (self.used,)
+        return sum((torch.view_as_real(param).float() * x).sum() for param in params)
+
+
+def complex_halves(rank: int, world: int, views: bool, size: int) -> None:
+    model = ComplexHalves(size)
+    wrapped = phalanx.DistributedDataParallel(model, gradient_as_bucket_view=views, on_unused="ignore")
+    for step in range(3):
+        wrapped.zero_grad()
+        wrapped(rank + 1.0, step != 1 or rank == 0).backward()
+        assert torch.view_as_real(model.used.grad).eq((1 + world) / 2).all()
+        wanted = 1 / world if step == 1 else (1 + world) / 2
+        assert torch.view_as_real(model.sometimes.grad).eq(wanted).all()
+    with wrapped.weight(3000.0 * (rank + 1)):
+        wrapped.zero_grad()
+        wrapped(rank + 1.0, True).backward()
+    assert torch.view_as_real(model.used.grad).float().allclose(torch.tensor(5 / 3), atol=2e-3)
+
+
+@everywhere
+@pytest.mark.parametrize("size", [4, 40_000], ids=["small", "large"])
+@pytest.mark.parametrize("views", [False, True], ids=["copies", "views"])
+def test_complex_numbers_of_half_precision_are_averaged(views: bool, size: int, backend: str) -> None:
+    run_ranks(2, complex_halves, views, size, backend=backend)

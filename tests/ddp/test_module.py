@@ -281,3 +281,35 @@ def measured(rank: int, world: int) -> None:
 
 def test_stats_show_that_all_buckets_but_the_last_leave_during_backward() -> None:
     run_ranks(2, measured)
+
+
+def swapped(rank: int, world: int) -> None:
+    wrapped = phalanx.DistributedDataParallel(nn.Linear(2, 2))
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        # Hooks would stay behind, and gradients be those of each rank.
+        with pytest.raises(RuntimeError, match="swap"):
+            wrapped.load_state_dict(copy.deepcopy(wrapped.state_dict()))
+        with pytest.raises(RuntimeError, match="swap"):
+            wrapped.double()
+        nn.Linear(2, 2).double()
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    wrapped(torch.full((1, 2), float(rank))).sum().backward()
+    assert wrapped.module.weight.grad.eq((world - 1) / 2).all()
+
+
+def test_parameters_of_a_wrapper_are_not_swapped_for_others_as_in_torch() -> None:
+    run_ranks(2, swapped)
+
+
+def jit_traced(rank: int, world: int) -> None:
+    wrapped = phalanx.DistributedDataParallel(make("mlp"))
+    x = batch(0, rank)[0]
+    traced = torch.jit.trace(wrapped, (x,))
+    torch.testing.assert_close(traced(x), wrapped.module(x))
+    _loss(wrapped, 0, rank).backward()
+
+
+def test_a_wrapper_can_be_traced_by_jit() -> None:
+    run_ranks(2, jit_traced)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import warnings
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -225,52 +224,6 @@ def one_of_two_raises(rank: int, world: int, when: int) -> None:
 @pytest.mark.parametrize("when", [0, 2])
 def test_a_backward_of_two_wrappers_that_raises_on_all_ranks_can_be_followed_by_another(when: int, backend: str) -> None:
     run_ranks(2, one_of_two_raises, when, backend=backend)
-
-
-def raises_behind(rank: int, world: int, how: str) -> None:
-    """The second of a chain of two takes no part in the reduction; on rank 0 the backward does not come to the first."""
-    bodies = [Net(SMALL), Net(SMALL)]
-    plain = [unwrapped(body) for body in bodies]
-    first, second = (phalanx.DistributedDataParallel(body) for body in bodies)
-    if how == "frozen":
-        bodies[1].requires_grad_(False)
-
-    def refuse(_grad: torch.Tensor) -> None:
-        raise BrokenLayer("on purpose")
-
-    for step in range(3):
-        between = first(inputs(step, rank, SMALL)).expand(-1, SMALL)
-        with second.no_sync() if how == "no_sync" else nullcontext():
-            out = second(between * 1.0 if rank else Refusing.apply(between))
-        if rank:
-            handle = bodies[0].a.weight.register_hook(refuse)
-        with pytest.raises(BrokenLayer):
-            out.sum().backward()
-        if rank:
-            handle.remove()
-        first.zero_grad()
-        second.zero_grad()
-        first(inputs(step, rank, SMALL)).square().mean().backward()
-        wanted = mean_by_hand(plain[0], world, lambda m, r, step=step: m(inputs(step, r, SMALL)).square().mean())
-        assert_mean(bodies[0], wanted)
-
-
-class Refusing(torch.autograd.Function):
-    """Nothing in forward, an exception in backward."""
-
-    @staticmethod
-    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: object, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        raise BrokenLayer("on purpose")
-
-
-@everywhere
-@pytest.mark.parametrize("how", ["frozen", "no_sync"])
-def test_a_backward_that_raises_behind_a_wrapper_without_part_in_it_is_one_of_the_others(how: str, backend: str) -> None:
-    run_ranks(2, raises_behind, how, backend=backend, timeout_s=30, pg_timeout_s=10)
 
 
 def looked_at_alone(rank: int, world: int, looks_after: bool) -> None:

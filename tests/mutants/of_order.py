@@ -59,16 +59,16 @@ MUTATIONS = (
     Mutation(
         name="order: a wrapper that a failed backward did not reach is left out",
         file=REDUCER,
-        old="            self.order.fail_waiting(ending.backward)\n",
+        old="            self.order.fail_waiting(self, ending.backward)\n",
         new="            pass\n",
         tests=TESTS,
     ),
     Mutation(
         name="order: a backward that raises behind a frozen wrapper is one of no other",
         file=REDUCER,
-        old="        if self.has_failed or accumulates:\n",
-        new="        if self.has_failed:\n",
-        tests=TESTS,
+        old="        if self.has_failed or accumulates:  #",
+        new="        if self.has_failed:  #",
+        tests="tests/ddp/test_after_failure.py",
     ),
     Mutation(
         name="order: a backward that raises is one of every wrapper that waits for a backward",
@@ -89,6 +89,13 @@ MUTATIONS = (
         file="src/phalanx/ddp/passes/joined.py",
         old="    _fill_in(run)\n",
         new="    pass\n",
+        tests="tests/ddp/test_after_failure.py",
+    ),
+    Mutation(
+        name="order: what a wrapper owes is forgotten with its memory",
+        file=ORDER,
+        old="            self._owing.append(reducer)\n",
+        new="            pass\n",
         tests="tests/ddp/test_after_failure.py",
     ),
     Mutation(

@@ -113,7 +113,7 @@ MUTATIONS = (
     Mutation(
         name="flight: float16 is not taken for narrow when weights are shared out",
         file=FLIGHT,
-        old="        narrow = self.strategy.may_narrow or any(b.dtype is torch.float16 for b in reducer.plan.buckets)\n",
+        old="        narrow = self.strategy.may_narrow or any(b.dtype in _HALVES for b in reducer.plan.buckets)\n",
         new="        narrow = self.strategy.may_narrow\n",
         words="weights float16",
     ),
@@ -321,8 +321,8 @@ MUTATIONS = (
     Mutation(
         name="joined: a pass that only some ranks gave up is taken for one that all did",
         file=JOINED,
-        old="    if first < len(run.buckets) and (reading is None or reading.num_given_up != run.collectives.world):\n",
-        new="    if first < len(run.buckets) and (reading is None or not reading.num_given_up):\n",
+        old="    if reading is None or reading.num_given_up != run.collectives.world:\n",
+        new="    if reading is None or not reading.num_given_up:\n",
         words="Fail",
         tests="tests/ddp/test_failed_pass.py",
     ),

@@ -210,4 +210,18 @@ MUTATIONS = (
         words="SparseWords Fail",
         tests="tests/ddp/test_owners.py",
     ),
+    Mutation(
+        name="hooks: parameters may be swapped for others, without hooks",
+        file=HOOKS,
+        old="        self._unswapped.append(weakref.ref(param))\n",
+        new="",
+        tests="tests/ddp/test_module.py",
+    ),
+    Mutation(
+        name="memory: a gradient that the user has conjugated is taken for what lies in the bucket",
+        file=MEMORY,
+        old="        and grad.is_conj() == view.is_conj()",
+        new="        and True",
+        tests="tests/ddp/test_kinds.py",
+    ),
 )

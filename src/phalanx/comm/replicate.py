@@ -15,6 +15,7 @@ import torch
 
 from ..errors import MismatchError
 from .collectives import Collectives
+from .memory.copies import copy_all
 from .memory.pages import zeros_in_pages
 
 CHUNK_BYTES = 25 * 1024 * 1024
@@ -94,7 +95,7 @@ def replicate(
         facts = _facts(chunk)
         buffer, windows = _windows([*facts, *chunk])
         if collectives.rank == source:
-            torch._foreach_copy_(windows, [*facts, *chunk])
+            copy_all(windows, [*facts, *chunk])
         collectives.wait(collectives.broadcast(buffer, source), f"{what} from rank {collectives.ranks.numbers[source]}")
         if collectives.rank != source:
             for mine, said in zip(facts, windows, strict=False):
@@ -102,4 +103,4 @@ def replicate(
                     raise _others(mine, said, collectives, source, what)
             # Through .data: an earlier forward may have saved the tensor (BatchNorm does), and its backward is to go
             # on with the values that this writes, which are those of the rank all are to follow.
-            torch._foreach_copy_([tensor.data for tensor in chunk], windows[len(facts) :])
+            copy_all([tensor.data for tensor in chunk], windows[len(facts) :])

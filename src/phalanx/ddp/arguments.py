@@ -112,6 +112,25 @@ def check_module(module: object) -> None:
         )
 
 
+def check_replicated(wrapper: Any, init_sync: bool) -> None:
+    """Refuse tensors into which no rank can write what another one has: on all of them, and before one waits for another."""
+    named: dict[str, torch.Tensor] = dict([*wrapper._trained, *wrapper._frozen]) if init_sync else {}
+    if wrapper.forward_sync_buffers or (init_sync and wrapper.syncs_buffers_at_start):
+        named |= wrapper.buffer_sync.named()
+    for name, tensor in named.items():
+        if tensor.layout != torch.strided or tensor.is_quantized:
+            kind = "quantized" if tensor.is_quantized else str(tensor.layout).removeprefix("torch.")
+        elif torch._debug_has_internal_overlap(tensor) == 1:
+            kind = "expanded, several of its elements lie at one place"
+        else:
+            continue
+        raise UnsuitableModel(
+            f"'{name}' cannot be kept alike on all ranks: it is {kind}. Make it an ordinary tensor (to_dense(), "
+            "dequantize(), clone()), or leave it to each rank: "
+            "DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, [its name])."
+        )
+
+
 def check_parameters(named: Sequence[tuple[str, torch.nn.Parameter]]) -> None:
     """Refuse a module without anything to reduce, or whose parameters have no shape yet."""
     for name, param in named:

@@ -154,6 +154,7 @@ class DistributedDataParallel(TorchBase):
         self.require_forward_param_sync = True
         self._number = 0  # until the ranks have agreed on one
         self._prepare()
+        arguments.check_replicated(self, init_sync)
         if init_sync:
             self._number = self._agree()
         self._assemble()
@@ -275,7 +276,7 @@ class DistributedDataParallel(TorchBase):
             # Before any other collective: it may have to bring all ranks to the same point first.
             forward = self.reducer.forward_begins(self.require_backward_grad_sync)
             self.follow_moved_parameters()
-            self.first_inputs.see((inputs, kwargs))
+            self.first_inputs.see(() if torch.jit.is_tracing() else (inputs, kwargs))
             if self._num_in_backward != num_applied():
                 self._adopt_in_backward_optimizers()
         Join.notify_join_context(self)

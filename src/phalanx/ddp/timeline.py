@@ -237,6 +237,8 @@ def num_samples(inputs: object) -> int:
     values = inputs
     while isinstance(values, (tuple, list, dict)) and values:
         values = next(iter(values.values())) if isinstance(values, dict) else values[0]
+    if torch.jit.is_tracing():
+        return 0  # a look would be a part of the model that is traced
     return values.shape[0] if isinstance(values, torch.Tensor) and values.dim() else 0
 
 

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from ..comm.collectives import Collectives
+from ..comm.memory.copies import as_memory
 from ..ddp.features.settings import carry
 from ..ddp.module import DistributedDataParallel
 from ..ddp.wrappers import known_wrappers, listen
@@ -250,8 +251,7 @@ def _checksum(state: Any) -> str:
     """A few digits by which two states differ, as good as surely. Rounded: hosts of different kinds add up differently."""
     total = 0.0
     for number, tensor in enumerate(_tensors(state), start=1):
-        real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-        total += number * float(real.detach().sum(dtype=torch.float64))
+        total += number * float(as_memory(tensor.detach()).sum(dtype=torch.float64))
     return f"{total:.6g}" if math.isfinite(total) else "not finite"
 
 

@@ -247,12 +247,13 @@ def is_unshared(held: list[torch.Tensor | None], place: int) -> bool:
 
 
 def is_same(grad: torch.Tensor, view: torch.Tensor) -> bool:
-    """Whether both name the same memory in the same layout (autograd may hand out a new tensor object)."""
+    """Whether both name the same values in the same memory (autograd may hand out a new tensor object)."""
     return (
         grad.layout == torch.strided
         and grad.data_ptr() == view.data_ptr()
         and grad.stride() == view.stride()
         and grad.numel() > 0
+        and grad.is_conj() == view.is_conj()  # `p.grad = p.grad.conj()` names the same memory for other values
     )
 
 

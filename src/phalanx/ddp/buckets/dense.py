@@ -11,6 +11,7 @@ from typing import cast
 
 import torch
 
+from ...comm.memory.copies import copy_all
 from . import slot
 from .bucket import Bucket, BucketMemory, Contents, Scale, Stage, is_same, is_unshared, multiplies
 from .slot import ABSENT, COPIED, HELD, LATE, LOANED, LOCAL, SCATTERED, TAKEN, VIEWED
@@ -265,7 +266,7 @@ class DenseBucket(Bucket):
         if not places:
             return
         owners, views, params = self._owners, self.views, self.params
-        torch._foreach_copy_([cast("torch.Tensor", owners[p]) for p in places], [views[p] for p in places])
+        copy_all([cast("torch.Tensor", owners[p]) for p in places], [views[p] for p in places])
         misfits = set()
         for place in places:
             try:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ...comm.memory.copies import as_memory
 from ...errors import MismatchError
 from ..reducer import Listener
 
@@ -68,5 +69,5 @@ class DriftCheck(Listener):
 @torch.no_grad()
 def _digest(param: torch.Tensor) -> torch.Tensor:
     """The sum of the parameter's bits, taken as whole numbers: equal parameters, equal sums, in any order of adding."""
-    flat = torch.view_as_real(param) if param.is_complex() else param
-    return flat.detach().contiguous().view(_WORDS[flat.element_size()]).sum(dtype=torch.int64)
+    flat = as_memory(param.detach())
+    return flat.contiguous().view(_WORDS[flat.element_size()]).sum(dtype=torch.int64)

@@ -21,6 +21,7 @@ from collections.abc import Sequence
 import torch
 
 from ...comm.failure.folding import users_stacklevel
+from ...comm.memory.copies import as_memory
 from ...errors import ConfigError, ReductionError
 from ..buckets.bucket import Bucket
 from ..buckets.dense import DenseBucket
@@ -149,7 +150,7 @@ class BucketWatch:
 
 def is_bad(values: torch.Tensor) -> torch.Tensor:
     # A sum is finite only if everything is; wide enough not to overflow by itself. No memory, one pass.
-    real = torch.view_as_real(values) if values.is_complex() else values
+    real = as_memory(values)
     wide = torch.float64 if real.dtype in (torch.float32, torch.float64) else torch.float32
     return ~torch.isfinite(real.sum(dtype=wide))
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ...comm.memory.copies import as_memory
 from ..structure import tensors_in
 
 _MOST_TENSORS = 8
@@ -72,7 +73,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _mixed(tensor: torch.Tensor) -> torch.Tensor:
-    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    real = as_memory(tensor)
     flat = real.reshape(-1)[:: max(1, real.numel() // _MOST_ELEMENTS)].contiguous()
     words = flat.view(_WORDS[flat.element_size()]).to(torch.int64)
     places = 2 * torch.arange(words.numel(), device=words.device) + 1  # odd, so that every bit of a word counts

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from ..reducer.reducer import Reducer
 
 _AS_IT_IS = nullcontext()
+_HALVES = (torch.float16, torch.complex32)  # which a gradient times a number of tokens does not fit
 
 
 class PassState(enum.IntEnum):
@@ -121,7 +122,7 @@ class Pass:
         self.strategy.pass_begins()
         for bucket in self.buckets:
             bucket.note_gradients()
-        narrow = self.strategy.may_narrow or any(b.dtype is torch.float16 for b in reducer.plan.buckets)
+        narrow = self.strategy.may_narrow or any(b.dtype in _HALVES for b in reducer.plan.buckets)
         self._weight = reducer.weight
         self._shares = None if narrow else Shares.of(reducer.weight)
 

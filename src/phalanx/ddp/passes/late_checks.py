@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ...comm.collectives import as_real
 from ...errors import PhalanxError, ReductionError
 from ..messages import nests_elsewhere, out_of_step, unequal
 
@@ -85,7 +86,7 @@ class LateChecks:
             self._judge(reducer, pending)
 
     def _judge(self, reducer: Reducer, pending: _Pending) -> None:
-        if torch.equal(pending.copy, pending.expected):
+        if torch.equal(as_real(pending.copy), as_real(pending.expected)):
             return
         void = "; its means were made NaN" if reducer.options.poisons_late else ""
         me = f"{reducer.collectives.me}: step {pending.step} (found later, at step {reducer.step}{void})"

@@ -14,6 +14,8 @@ seldom waits. Ranks that run their forwards in different orders are told so by t
 
 from __future__ import annotations
 
+import gc
+import os
 import threading
 import weakref
 from collections.abc import Generator, Iterator, Sequence
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class LaunchOrder:
-    """The wrappers of one process group, on this rank. Holds nobody alive."""
+    """The wrappers of one process group, on this rank. Holds nobody alive but those who owe something to other ranks."""
 
     def __init__(self) -> None:
         # Held by whoever counts gradients or launches for one of them. Autograd has a thread per device, so that hooks of a
@@ -39,6 +41,7 @@ class LaunchOrder:
         self.lock = threading.RLock()
         self.num_named = 0  # how many wrappers have got a number, on every rank
         self._reducers: list[weakref.ref[Reducer]] = []
+        self._owing: list[Reducer] = []  # see `keep`
 
     def enter(self, reducer: Reducer) -> None:
         """From now on `reducer` launches by this order."""
@@ -48,6 +51,26 @@ class LaunchOrder:
     def leave(self, reducer: Reducer) -> None:
         """`reducer` has gone to another group."""
         self._reducers = [known for known in self._reducers if known() not in (None, reducer)]
+        self._owing = [known for known in self._owing if known is not reducer]
+
+    def keep(self, reducer: Reducer) -> None:
+        """A pass of `reducer` has failed: it lives until it has sent what it owes, even if its wrapper is dropped.
+
+        Memory is freed at other moments on other ranks, and who sends must be the same on all.
+        """
+        if reducer not in self._owing:
+            self._owing.append(reducer)
+        if _forgive_of_destroyed not in gc.callbacks:
+            gc.callbacks.append(_forgive_of_destroyed)
+
+    @property
+    def is_owing(self) -> bool:
+        """Whether somebody is kept alive."""
+        return bool(self._owing)
+
+    def forgive(self) -> None:
+        """The group has been destroyed, so that nobody is left to whom anything could be sent."""
+        self._owing.clear()
 
     @property
     def has_several(self) -> bool:
@@ -74,22 +97,28 @@ class LaunchOrder:
         for known in self.alive:
             known.fail_if_left()
         failed = [known for known in self.alive if known.has_failed and (known is asking or not known.is_torn)]
-        for backward in sorted({known.backward for known in failed}):
-            group = [known for known in failed if known.backward == backward]
-            take_turns([known.give_up() for known in sorted(group, key=lambda known: -known.place)])
+        try:
+            for backward in sorted({known.backward for known in failed}):
+                group = [known for known in failed if known.backward == backward]
+                take_turns([known.give_up() for known in sorted(group, key=lambda known: -known.place)])
+        finally:
+            self._owing = [known for known in self._owing if known.has_failed and not known.is_torn]
 
-    def fail_waiting(self, backward: int) -> None:
-        """A backward has raised, perhaps before it came to wrappers that it has come to on another rank.
+    def fail_waiting(self, failed: Reducer, backward: int) -> None:
+        """A backward of `failed` has raised, perhaps before it came to wrappers that it has come to on another rank.
 
         All ranks have run the backward of the same forwards, so all of them count the same wrappers in: those whose
         outputs or parameters are in its graph. Not all that wait for a backward: one rank alone may have run a forward
         of which no backward comes, as for a picture of gradients by `autograd.grad`.
         """
+        if failed.has_failed:
+            self.keep(failed)
         graph = running_graph()
         for known in self.alive:
             number = known.awaited(graph)
             if number is not None:
                 known.fail_unreached(backward, number)
+                self.keep(known)
 
     @property
     def alive(self) -> list[Reducer]:
@@ -118,6 +147,38 @@ def order_of(group: dist.ProcessGroup) -> LaunchOrder:
     return _orders.setdefault(group, LaunchOrder())
 
 
+def _forgive_of_destroyed(phase: str, _info: dict[str, int]) -> None:
+    """Called by the garbage collector: let go of who owes something to ranks of a group that has been destroyed.
+
+    Torch tells nobody of that, and who is kept alive keeps the group, with its threads and connections.
+    """
+    if phase != "start":
+        return
+    owing = [(group, order) for group, order in _orders.items() if order.is_owing]
+    for group, order in owing:
+        if _ranks_of(group) is None:
+            order.forgive()
+    if not owing:
+        _stop_forgiving()
+
+
+def _stop_forgiving() -> None:
+    with suppress(ValueError):
+        gc.callbacks.remove(_forgive_of_destroyed)
+
+
+# A group that a forked child lets go of would wait there for threads that only its parent has.
+os.register_at_fork(after_in_child=_stop_forgiving)
+
+
+def _ranks_of(group: dist.ProcessGroup) -> set[int] | None:
+    """None if torch has not made the group, or has destroyed it."""
+    try:
+        return set(dist.get_process_group_ranks(group))
+    except (KeyError, ValueError):
+        return None
+
+
 def reducers_alive() -> list[Reducer]:
     """The reducers of all wrappers, of any group."""
     return [reducer for order in _orders.values() for reducer in order.alive]
@@ -138,11 +199,8 @@ def recover_before_leaving(old: dist.ProcessGroup, new: dist.ProcessGroup) -> No
 
     Where it has not, others may be gone, or may have left `old` long before this rank: nobody would pay with it.
     """
-    try:
-        is_renewed = set(dist.get_process_group_ranks(old)) == set(dist.get_process_group_ranks(new))
-    except (KeyError, ValueError):  # the old group has been destroyed
-        return
-    if is_renewed:
+    ranks = _ranks_of(old)
+    if ranks is not None and ranks == _ranks_of(new):
         with suppress(CommunicationError):  # what ended the old group may be the reason to leave it
             recover(old)
 

@@ -111,6 +111,10 @@ class GradientHooks:
     def __init__(self, owner: Reducer) -> None:
         self._owner = weakref.ref(owner)
         self._handles: list[RemovableHandle] = []
+        # Only so that they are there: `torch.utils.swap_tensors`, by which `Module.to` and `load_state_dict` replace
+        # parameters where a user asks for that, leaves our hooks behind. It refuses what has weak references, and
+        # the parameters of torch's own wrapper for other ones.
+        self._unswapped: list[weakref.ref[torch.Tensor]] = []
         # Hooks of a wrapper that is gone would make the next one think that users want to see gradients (`is_final`).
         weakref.finalize(owner, remove_all, self._handles)
         self._watched: list[int] = []  # the parameters with a hook each, by identity
@@ -167,9 +171,11 @@ class GradientHooks:
         """Take all of them off."""
         remove_all(self._handles)
         self._watched = []
+        self._unswapped.clear()
 
     def _add(self, param: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
         # A parameter that is frozen now may be unfrozen later, and would then be reduced by nobody.
         trained = param.requires_grad
         self._handles.append(param.requires_grad_(True).register_post_accumulate_grad_hook(hook))
+        self._unswapped.append(weakref.ref(param))
         param.requires_grad_(trained)

@@ -243,8 +243,7 @@ class Reducer(TorchReducer):
         self.recover()
         self.hooks.stay_last()
         if self.step == 1:
-            # The first plan's buckets, which were in use until its pass had ended. Nothing may be allocated after them.
-            trim_shared()
+            trim_shared()  # of the first plan's buckets, which were in use until its pass had ended
         return self._arming.forward_began(reduces)
 
     def reached(self, forward: Forward) -> None:
@@ -389,7 +388,7 @@ class Reducer(TorchReducer):
         elif self.state is IDLE and accumulates and ending.forward.reduces and any(p.requires_grad for p in self.params):
             self.state = pass_state.miss(self.state)
         if self.has_failed or accumulates:  # also of a frozen one, or one in no_sync: those behind it may have a part in it
-            self.order.fail_waiting(ending.backward)
+            self.order.fail_waiting(self, ending.backward)
 
     def fail_unreached(self, backward: int, number: int) -> None:
         """A backward has raised that may have been one of this wrapper too, had it gone on."""
@@ -397,6 +396,7 @@ class Reducer(TorchReducer):
 
     def _fail(self) -> None:
         self.state = pass_state.fail(self.state)
+        self.order.keep(self)
         for bucket in self.buckets:
             bucket.abandon()
         for listener in self.listeners:
