@@ -29,10 +29,26 @@ MUTATIONS = (
     Mutation(
         name="sharded: a partition made anew is of the dtypes of the first one",
         file=SHARDED,
-        old="        table = self.table.in_current_dtypes()\n",
-        new="        table = self.table\n",
+        old="self._make_partition(self.table.in_current_dtypes())",
+        new="self._make_partition(self.table)",
         words="Dtype overlapped",
         tests="tests/zero/test_changes.py",
+    ),
+    Mutation(
+        name="sharded: state moves as it is counted, also to another order of memory",
+        file=SHARDED,
+        old="if self.table.specs[n].stride != new.table.specs[n].stride}",
+        new="if False}",
+        words="Channels_last",
+        tests="tests/zero/test_memory_order.py",
+    ),
+    Mutation(
+        name="element: state is counted by the optimizer's order of memory, and cut by the wrapper's",
+        file=ELEMENT,
+        old="super().__init__(_in_order_of(plans, table), collectives)",
+        new="super().__init__(table, collectives)",
+        words="Channels_last overlapped",
+        tests="tests/zero/test_memory_order.py",
     ),
     Mutation(
         name="optimizer: options that a closure changes are lost",

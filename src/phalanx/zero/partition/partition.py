@@ -39,7 +39,10 @@ class OwnedTensor:
 
 
 class Partition(abc.ABC):
-    """One way to divide the parameters of `table` among the ranks of `collectives`."""
+    """One way to divide the parameters of `table` among the ranks of `collectives`.
+
+    Its own `table` has the order in which it counts the elements of each parameter, which may be another than was given.
+    """
 
     # As the user writes it in `partition=`.
     name: str
