@@ -13,6 +13,7 @@ ELEMENT = "src/phalanx/zero/partition/element.py"
 GATHERING = "src/phalanx/zero/partition/gathering.py"
 CLIPPING = "src/phalanx/zero/clipping.py"
 OPTIMIZER = "src/phalanx/zero/optimizer.py"
+JOIN = "src/phalanx/zero/join.py"
 IN_BACKWARD = "src/phalanx/optim/in_backward.py"
 STORAGE = "src/phalanx/zero/partition/storage.py"
 SHARDED = "src/phalanx/zero/state/sharded_optimizer.py"
@@ -49,6 +50,13 @@ MUTATIONS = (
         new="super().__init__(table, collectives)",
         words="Channels_last overlapped",
         tests="tests/zero/test_memory_order.py",
+    ),
+    Mutation(
+        name="join: only the latest wrapper gives means to ranks that have joined",
+        file=JOIN,
+        old="        for wrapper in wrappers:\n            wrapper.reducer",
+        new="        for wrapper in wrappers[:1]:\n            wrapper.reducer",
+        tests="tests/zero/test_join.py",
     ),
     Mutation(
         name="optimizer: options that a closure changes are lost",

@@ -19,12 +19,11 @@ from ..comm.torch_backend import collectives_for
 from ..ddp.arguments import choose_group
 from ..ddp.module import DistributedDataParallel
 from ..ddp.passes.order import recover
-from ..ddp.wrappers import known_wrappers
 from ..errors import ArgumentTypeError, ConfigError, PhalanxError, ReductionError, StateError
 from . import step_hooks
 from .asked import Asked
 from .clipping import check_limits, clip_gradients, clip_shards
-from .join import JoinedStep
+from .join import JoinedStep, wrappers_of
 from .memory import MemoryReport, report_memory
 from .other_steps import refuse_other_steps
 from .overlap.overlap import Overlap
@@ -355,8 +354,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         """What is about to be kept was made of gradients that belonged together."""
         recover(self._sharded.collectives.group)
         self._sharded.refuse_torn()
-        if self.wrapper is not None:
-            self.wrapper.verify()
+        for wrapper in self.wrappers:
+            wrapper.verify()
 
     def _states_in_parts(self, whole: bool) -> dict[int, Any]:
         if whole:
@@ -445,13 +444,9 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
     # -- uneven inputs -------------------------------------------------------------------------
 
     @property
-    def wrapper(self) -> DistributedDataParallel | None:
-        """The latest phalanx.DistributedDataParallel that reduces parameters of this optimizer, if there is one."""
-        index_of = self._sharded.table.index_of
-        for wrapper in known_wrappers():
-            if any(param in index_of for param in wrapper.reducer.params):
-                return wrapper
-        return None
+    def wrappers(self) -> list[DistributedDataParallel]:
+        """The phalanx.DistributedDataParallel that reduce parameters of this optimizer."""
+        return wrappers_of(self._all_params)
 
     def _step_joined(self) -> None:
         """Step this rank's part with the others, without inputs of its own; for ranks that have joined."""
@@ -460,14 +455,14 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
             self.step()
         finally:
             self._is_shadowing = False
-        if self.wrapper is not None:
+        if self.wrappers:
             # Not at the beginning of the next one: after the last, a user's loop would add to what is left here.
             # What was given to this rank belongs to this step only; the others clear theirs themselves.
             self.zero_grad()
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """What a rank does that has run out of inputs: it goes on stepping its part."""
-        return JoinedStep(self._step_joined, self.wrapper)
+        return JoinedStep(self._step_joined, self.wrappers)
 
     @property
     def join_device(self) -> torch.device:
