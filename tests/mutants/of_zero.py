@@ -8,6 +8,7 @@ OVERLAP = "src/phalanx/zero/overlap/overlap.py"
 GRADIENTS = "src/phalanx/zero/overlap/gradient_shards.py"
 SCATTER = "src/phalanx/zero/overlap/reduce_scatter.py"
 MARKER = "src/phalanx/zero/overlap/scattered_gradient.py"
+LOCAL = "src/phalanx/zero/partition/local.py"
 SHARD = "src/phalanx/zero/partition/shard.py"
 ELEMENT = "src/phalanx/zero/partition/element.py"
 GATHERING = "src/phalanx/zero/partition/gathering.py"
@@ -57,6 +58,13 @@ MUTATIONS = (
         old="        for wrapper in wrappers:\n            wrapper.reducer",
         new="        for wrapper in wrappers[:1]:\n            wrapper.reducer",
         tests="tests/zero/test_join.py",
+    ),
+    Mutation(
+        name="local: hooks of all optimizers are run for each bucket once more",
+        file=LOCAL,
+        old="        return step(optim, *positional, **arguments)\n",
+        new="        return optim.step(*positional, **arguments)\n",
+        tests="tests/zero/test_usage.py",
     ),
     Mutation(
         name="optimizer: options that a closure changes are lost",
