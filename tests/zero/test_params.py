@@ -144,3 +144,49 @@ def sparse_with_whole_parameters(rank: int, world: int) -> bool:
 
 def test_sparse_gradients_with_whole_parameters() -> None:
     assert run_ranks(2, sparse_with_whole_parameters) == [True, True]
+
+
+def same_memory(rank: int, world: int) -> None:
+    first, second = nn.Linear(30, 20), nn.Linear(30, 20)
+    second.weight = nn.Parameter(first.weight.data)
+    params = [*first.parameters(), *second.parameters()]
+    if world > 1:
+        with pytest.raises(ValueError, match="parameter 0 of group 0 and parameter 2 of group 0 are two parameters over the"):
+            ZeroRedundancyOptimizer(params, optim.SGD, lr=0.1)
+    else:
+        zero = ZeroRedundancyOptimizer(params, optim.SGD, lr=0.1)
+        before = first.weight.detach().clone()
+        for param in params:
+            param.grad = torch.ones_like(param)
+        zero.step()
+        torch.testing.assert_close(first.weight, before - 0.2)
+    # Parts of one memory that have no element in common.
+    whole = torch.zeros(40, 30)
+    ZeroRedundancyOptimizer([nn.Parameter(part) for part in (whole[:20], whole[20:])], optim.SGD, lr=0.1)
+    ZeroRedundancyOptimizer([nn.Parameter(part) for part in (whole[:, :20], whole[:, 20:])], optim.SGD, lr=0.1)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_parameters_over_the_same_memory(world: int) -> None:
+    run_ranks(world, same_memory)
+
+
+def edit_groups(rank: int, world: int) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5))
+    zero = ZeroRedundancyOptimizer(model[0].parameters(), optim.SGD, lr=0.1)
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    zero.step()
+    params = zero.param_groups[0]["params"]
+    kept, before = list(params), [param.detach().clone() for param in model.parameters()]
+    for edited in ([*params, *model[1].parameters()], params[:1], [params[0], model[1].bias], params[::-1]):
+        zero.param_groups[0]["params"] = edited
+        with pytest.raises(ValueError, match="not those that were divided among the ranks"):
+            zero.step()
+    assert all(map(torch.equal, model.parameters(), before))
+    zero.param_groups[0]["params"] = kept
+    zero.step()
+
+
+def test_parameters_put_into_groups_by_hand_are_refused() -> None:
+    run_ranks(2, edit_groups)

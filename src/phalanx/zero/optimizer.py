@@ -96,6 +96,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         self.process_group = choose_group(process_group, None)
         recover(self.process_group)
         collectives = collectives_for(self.process_group)
+        collectives.board.retract_failure()  # of an optimizer whose place this one takes
         self.rank, self.world_size = collectives.rank, collectives.world
         self.global_rank = dist.get_rank() if dist.is_initialized() else self.rank
         choice = choose_partition(self.optimizer_class, asked.partition, self.world_size, defaults)
@@ -186,11 +187,12 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         sharded = self._sharded
         recover(sharded.collectives.group)
         sharded.refuse_torn()
+        sharded.collectives.board.retract_failure()
         # A state collected earlier is outdated from here on, even if the step raises.
         self._consolidated = None
         if callable(closure):
             closure = self._followed_by_options(closure)
-            sharded.local.pull(self.param_groups)  # some classes read options before they evaluate (LBFGS)
+            sharded.take_options(self.param_groups)  # some classes read options before they evaluate (LBFGS)
         else:
             self._take_options()
         try:
@@ -199,8 +201,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
             else:
                 result = _evaluate(closure)
                 self._overlap.step(kwargs)
-        except BaseException:
-            self._step_raised()
+        except BaseException as error:
+            self._step_raised(error)
             raise
         # Not before: a rank whose step raised has made one less than the others, and is found out by it.
         self._settings.stepped()
@@ -215,7 +217,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         """Have the local optimizer step by the options that the user sees, and has edited, once all ranks have the same."""
         self._settings.check(self._is_shadowing)
         # Schedulers edit the groups that the user sees; the local optimizer has groups of its own.
-        self._sharded.local.pull(self.param_groups)
+        self._sharded.take_options(self.param_groups)
 
     def _followed_by_options(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """The closure, and what it made of the options: an optimizer steps by those that its closure leaves."""
@@ -227,11 +229,14 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
 
         return evaluate
 
-    def _step_raised(self) -> None:
+    def _step_raised(self, error: BaseException) -> None:
         update = self._sharded.update
-        # One rank by itself is left with what the plain optimizer leaves.
-        if self.world_size == 1 and update.is_under_way:
-            update.end()
+        if update.is_under_way:
+            # One rank by itself is left with what the plain optimizer leaves. Others wait for what this one was to send.
+            if self.world_size == 1:
+                update.end()
+            else:
+                self._sharded.collectives.board.post_error(error, " in step()")
         update.raised()
 
     def _confirm_update(self, overlap: Overlap, closure: Any, kwargs: dict[str, Any]) -> Any:
@@ -258,7 +263,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         """An update begins or ends in the midst of backward; returns the keywords for the optimizer's step."""
         if begins:
             _, kwargs = self._hook_arguments = step_hooks.before(self, (self,), {})
-            self._sharded.local.pull(self.param_groups)
+            self._sharded.take_options(self.param_groups)
             self._consolidated = None
             return dict(kwargs)
         self._sharded.local.push(self.param_groups)

@@ -60,6 +60,9 @@ class ShardedOptimizer:
         return self.partition.table
 
     def _make_partition(self, table: ParamTable) -> Partition:
+        # One rank by itself steps them in turn, where they are, as the plain optimizer does.
+        if self.collectives.world > 1 or self.placement is not Placement.OWN:
+            table.check_apart()
         if self.choice.partition == "parameter":
             coupled = self.choice.kind is Kind.COUPLED
             return ParameterPartition(table, self.collectives, self.placement is Placement.BUCKET, coupled)
@@ -69,6 +72,11 @@ class ShardedOptimizer:
     def update(self) -> Update:
         """What has become of the latest update."""
         return self.local.update
+
+    def take_options(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Step by the options in `groups` from now on; they have the parameters that were divided."""
+        self.table.check_groups(groups)
+        self.local.pull(groups)
 
     def refuse_torn(self) -> None:
         """Raise if an update raised midway. The others, who may wait for this rank, are told."""
