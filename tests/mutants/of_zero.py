@@ -96,6 +96,13 @@ MUTATIONS = (
         tests="tests/zero/test_torn.py",
     ),
     Mutation(
+        name="sharded: whole parameters are taken for sparse gradients also where elements were asked for",
+        file=SHARDED,
+        old="if not (self.choice.is_free and alone and steps_sparse(self.optim)):",
+        new="if not (alone and steps_sparse(self.optim)):",
+        tests="tests/zero/test_params.py",
+    ),
+    Mutation(
         name="optimizer: options that a closure changes are lost",
         file=OPTIMIZER,
         old="            closure = self._followed_by_options(closure)\n",

@@ -105,9 +105,11 @@ def mistakes_with_ddp(rank: int, world: int) -> None:
 
     sparse = Sparse()
     keep = phalanx.DistributedDataParallel(sparse)
-    with pytest.raises(ValueError, match=r"'table\.weight' has sparse gradients"):
-        ZeroRedundancyOptimizer(sparse.parameters(), optim.SGD, overlap_with_ddp=True, lr=0.1)
-    alone = ZeroRedundancyOptimizer(sparse.parameters(), optim.SGD, lr=0.1)
+    for make in (optim.SGD, optim.Adam):
+        with pytest.raises(ValueError, match=r"'table\.weight' has sparse gradients"):
+            partition = "element" if make is optim.SGD else "auto"
+            ZeroRedundancyOptimizer(sparse.parameters(), make, overlap_with_ddp=True, partition=partition, lr=0.1)
+    alone = ZeroRedundancyOptimizer(sparse.parameters(), optim.Adam, lr=0.1)
     keep.module.table(torch.tensor([1])).sum().backward()
     with pytest.raises(RuntimeError, match="sparse_coo gradient"):
         alone.step()
@@ -144,6 +146,45 @@ def sparse_with_whole_parameters(rank: int, world: int) -> bool:
 
 def test_sparse_gradients_with_whole_parameters() -> None:
     assert run_ranks(2, sparse_with_whole_parameters) == [True, True]
+
+
+def sparse_where_elements_were_chosen(rank: int, world: int, make: Any, options: dict[str, Any]) -> tuple[bool, str]:
+    """`auto` takes whole parameters when it sees that gradients are sparse, with the state that there is by then."""
+    torch.manual_seed(0)
+    models = [nn.ModuleList([nn.Embedding(50, 30, sparse=True), nn.Linear(30, 20)]) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    plain = make(models[0].parameters(), lr=0.1)
+    wrapped = phalanx.DistributedDataParallel(nn.Sequential(*models[1]), on_unused="ignore")
+    zero = ZeroRedundancyOptimizer(models[1].parameters(), make, lr=0.1, **options)
+    for step in range(4):
+        numbers = torch.tensor([1, step + 2])
+        loss = nn.Sequential(*models[0])(numbers).square().sum()
+        plain.zero_grad()
+        loss.backward()
+        plain.step()
+        zero.zero_grad()
+        if step < 2:
+            wrapped(numbers).square().sum().backward()
+            zero.step()
+        else:
+            mine = wrapped(numbers).square().sum()
+            assert zero.step(lambda mine=mine: mine.backward() or mine) is mine
+    zero.consolidate_state_dict()
+    states = zero.state_dict()["state"] if rank == 0 else {}
+    kept = plain.state_dict()["state"]
+    same = [torch.equal(states[n][key], kept[n][key]) for n in states for key in states[n]]
+    return all(same) and all(map(torch.equal, models[0].parameters(), models[1].parameters())), zero.partition_reason
+
+
+@pytest.mark.parametrize("make", [optim.SGD, optim.Adagrad])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"parameters_as_bucket_view": True}, {"overlap_with_ddp": True, "step_in_backward": False}],
+    ids=["alone", "views", "overlapped"],
+)
+def test_sparse_gradients_where_elements_were_chosen(make: Any, options: dict[str, Any]) -> None:
+    found = run_ranks(2, sparse_where_elements_were_chosen, make, options)
+    assert found == [(True, "gradients are sparse")] * 2
 
 
 def same_memory(rank: int, world: int) -> None:

@@ -17,7 +17,6 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from ..comm.torch_backend import collectives_for
 from ..ddp.arguments import choose_group
-from ..ddp.module import DistributedDataParallel
 from ..ddp.passes.order import recover
 from ..errors import ArgumentTypeError, ConfigError, PhalanxError, ReductionError, StateError
 from . import step_hooks
@@ -100,7 +99,6 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         self.rank, self.world_size = collectives.rank, collectives.world
         self.global_rank = dist.get_rank() if dist.is_initialized() else self.rank
         choice = choose_partition(self.optimizer_class, asked.partition, self.world_size, defaults)
-        self.partition, self.partition_reason = choice.partition, choice.reason
         placement = asked.placement(choice, self.world_size)
         if placement is Placement.SHARED or asked.overlaps:
             refuse_other_steps(ZeroRedundancyOptimizer)
@@ -144,6 +142,16 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
     def sharded(self) -> ShardedOptimizer:
         """Parameters, partition and state, for whoever saves and loads them part by part."""
         return self._sharded
+
+    @property
+    def partition(self) -> str:
+        """How parameters are divided: "element" or "parameter"."""
+        return self._sharded.choice.partition
+
+    @property
+    def partition_reason(self) -> str:
+        """Why they are divided so, in words."""
+        return self._sharded.choice.reason
 
     @property
     def is_torn(self) -> bool:
@@ -197,7 +205,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
             self._take_options()
         try:
             if self._overlap is None:
-                result = sharded.partition.step(sharded.local, closure, kwargs)
+                result = sharded.step(closure, kwargs)
             else:
                 result = _evaluate(closure)
                 self._overlap.step(kwargs)
@@ -359,7 +367,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         """What is about to be kept was made of gradients that belonged together."""
         recover(self._sharded.collectives.group)
         self._sharded.refuse_torn()
-        for wrapper in self.wrappers:
+        for wrapper in wrappers_of(self._all_params):
             wrapper.verify()
 
     def _states_in_parts(self, whole: bool) -> dict[int, Any]:
@@ -448,11 +456,6 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
 
     # -- uneven inputs -------------------------------------------------------------------------
 
-    @property
-    def wrappers(self) -> list[DistributedDataParallel]:
-        """The phalanx.DistributedDataParallel that reduce parameters of this optimizer."""
-        return wrappers_of(self._all_params)
-
     def _step_joined(self) -> None:
         """Step this rank's part with the others, without inputs of its own; for ranks that have joined."""
         self._is_shadowing = True
@@ -460,14 +463,14 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
             self.step()
         finally:
             self._is_shadowing = False
-        if self.wrappers:
+        if wrappers_of(self._all_params):
             # Not at the beginning of the next one: after the last, a user's loop would add to what is left here.
             # What was given to this rank belongs to this step only; the others clear theirs themselves.
             self.zero_grad()
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """What a rank does that has run out of inputs: it goes on stepping its part."""
-        return JoinedStep(self._step_joined, self.wrappers)
+        return JoinedStep(self._step_joined, wrappers_of(self._all_params))
 
     @property
     def join_device(self) -> torch.device:

@@ -16,11 +16,12 @@ from ...ddp.messages import torn
 from ...plan import ParamSpec
 from ...plan.shards import OwnedRange
 from ..partition.element import ElementPartition, NumberedPlan, Placement, numbered_plans
-from ..partition.kinds import Kind, PartitionChoice
+from ..partition.kinds import Kind, PartitionChoice, steps_sparse
 from ..partition.local import LocalOptimizer
 from ..partition.param_table import ParamTable
 from ..partition.parameter import ParameterPartition
 from ..partition.partition import Partition
+from ..partition.shard import SparseGradient
 from ..partition.storage import flatten, unflatten
 from ..partition.update import TORN, Update
 from .local_state import LocalState, whole
@@ -84,6 +85,34 @@ class ShardedOptimizer:
             error = torn(self.collectives.me)
             self.collectives.board.post_error(error)
             raise error
+
+    def step(self, closure: Any, arguments: dict[str, Any]) -> Any:
+        """Step by the parameters' `.grad`; returns what the optimizer or the closure returned. Every rank calls it."""
+        if not (self.choice.is_free and callable(closure)):
+            return self._step(closure, arguments)
+        # Element by element, an optimizer evaluates a closure once, first of all.
+        with torch.enable_grad():
+            loss = closure()
+        self._step(None, arguments)
+        return loss
+
+    def _step(self, closure: Any, arguments: dict[str, Any]) -> Any:
+        try:
+            return self.partition.step(self.local, closure, arguments)
+        except SparseGradient as error:
+            # All ranks see it before anything has changed: the layout of means is the same everywhere.
+            if not self.use_whole_parameters("gradients are sparse"):
+                raise error from None
+        return self.partition.step(self.local, closure, arguments)
+
+    def use_whole_parameters(self, reason: str) -> bool:
+        """Give whole parameters to ranks from now on, if nobody asked for elements and the class steps by sparse gradients."""
+        alone = self.local.stepper is None and self.placement is not Placement.SHARED
+        if not (self.choice.is_free and alone and steps_sparse(self.optim)):
+            return False
+        self.choice = PartitionChoice("parameter", self.choice.kind, reason)
+        self.repartition()
+        return True
 
     # -- other parameters, another plan --------------------------------------------------------
 
