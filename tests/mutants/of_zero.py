@@ -103,6 +103,13 @@ MUTATIONS = (
         tests="tests/zero/test_params.py",
     ),
     Mutation(
+        name="optimizer: a state that is emptied stays",
+        file=OPTIMIZER,
+        old="            self._sharded.forget_state()\n",
+        new="",
+        tests="tests/zero/test_state.py",
+    ),
+    Mutation(
         name="optimizer: options that a closure changes are lost",
         file=OPTIMIZER,
         old="            closure = self._followed_by_options(closure)\n",

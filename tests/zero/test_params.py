@@ -192,7 +192,7 @@ def same_memory(rank: int, world: int) -> None:
     second.weight = nn.Parameter(first.weight.data)
     params = [*first.parameters(), *second.parameters()]
     if world > 1:
-        with pytest.raises(ValueError, match="parameter 0 of group 0 and parameter 2 of group 0 are two parameters over the"):
+        with pytest.raises(ValueError, match="parameter 0 of group 0 and parameter 2 of group 0 are two"):
             ZeroRedundancyOptimizer(params, optim.SGD, lr=0.1)
     else:
         zero = ZeroRedundancyOptimizer(params, optim.SGD, lr=0.1)

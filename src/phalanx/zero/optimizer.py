@@ -29,8 +29,10 @@ from .overlap.overlap import Overlap
 from .partition.element import Placement
 from .partition.kinds import check_class, choose_partition
 from .partition.param_table import check_params
+from .partition.partition import evaluate
 from .partition.update import TORN
 from .settings import CommonSettings
+from .shown_state import ShowsState
 from .state.caller import asked_by_checkpoint
 from .state.loading import check_states, check_structure, install, normalised
 from .state.sharded_optimizer import ShardedOptimizer
@@ -40,7 +42,7 @@ class NotConsolidated(PhalanxError, RuntimeError):
     """A whole state was asked for where there is none."""
 
 
-class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
+class ZeroRedundancyOptimizer(ShowsState, torch.optim.Optimizer, Joinable):
     """An `optimizer_class` whose state is divided among the ranks of a group.
 
     All of torch 2.13's arguments are taken and mean the same; trailing keywords go to `optimizer_class`. Every
@@ -207,7 +209,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
             if self._overlap is None:
                 result = sharded.step(closure, kwargs)
             else:
-                result = _evaluate(closure)
+                result = evaluate(closure)
                 self._overlap.step(kwargs)
         except BaseException as error:
             self._step_raised(error)
@@ -230,12 +232,12 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
     def _followed_by_options(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """The closure, and what it made of the options: an optimizer steps by those that its closure leaves."""
 
-        def evaluate() -> Any:
+        def followed() -> Any:
             result = closure()
             self._take_options()
             return result
 
-        return evaluate
+        return followed
 
     def _step_raised(self, error: BaseException) -> None:
         update = self._sharded.update
@@ -256,7 +258,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
             )
         self._sharded.refuse_torn()
         # Before looking whether there was an update: the closure runs the backward that makes it.
-        loss = _evaluate(closure)
+        loss = evaluate(closure)
         if overlap.reducer and not self._sharded.update.confirm():
             overlap.refuse_unreduced()
             overlap.refuse_used()
@@ -381,11 +383,17 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
     def _packed(self, states: dict[int, Any]) -> dict[str, Any]:
         params = self._all_params
         # Torch reads `self.state`. It is lent for this call only: kept, it would be a second state that no step updates.
-        self.state = defaultdict(dict, {params[index]: state for index, state in states.items()})
+        self._lent = defaultdict(dict, {params[index]: state for index, state in states.items()})
         try:
             return super().state_dict()
         finally:
-            self.state = defaultdict(dict)
+            self._lent = None
+
+    def _begin_anew(self) -> None:
+        if self.initialized:
+            self._sharded.forget_state()
+            self._settings.loaded({})  # which all ranks must have done
+            self._consolidated = None
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a whole state, saved by this class or by `optimizer_class` alone, on any number of ranks.
@@ -441,7 +449,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         elementwise = self.partition == "element"
         check_states(states, self._sharded.table, self.optimizer_class, elementwise)
         install(self._sharded, normalised(self.optim, states, groups))
-        super().__setstate__({"state": defaultdict(dict), "param_groups": groups})
+        super().__setstate__({"param_groups": groups})
         self._sharded.local.pull(groups)
         self._sharded.local.push(groups)
         self._settings.loaded(state["state"])
@@ -485,10 +493,3 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
     def __repr__(self) -> str:
         lines = super().__repr__()
         return f"{lines[:-1].rstrip()}\npartition: {self.partition} ({self.partition_reason}), stage {self.stage}\n)"
-
-
-def _evaluate(closure: Any) -> Any:
-    if not callable(closure):
-        return None
-    with torch.enable_grad():
-        return closure()

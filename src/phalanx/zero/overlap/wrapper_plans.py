@@ -15,7 +15,7 @@ _MOST_BUCKET_BYTES = 256 * 1024 * 1024
 
 
 def check_wrapper(wrapper: DistributedDataParallel, sharded: ShardedOptimizer, stage: int) -> None:
-    """Refuse a wrapper whose backward cannot step what `sharded` divides, or have it divided otherwise. Every rank is here."""
+    """Refuse a wrapper whose backward cannot step what `sharded` divides, or divide that otherwise. Every rank calls it."""
     if sharded.collectives.group is not wrapper.process_group:
         raise ConfigError(
             "overlap_with_ddp=True needs the optimizer and DistributedDataParallel on the same process group. "

@@ -23,7 +23,7 @@ from . import one_copy
 from .gathering import Gathering
 from .local import LocalOptimizer
 from .param_table import ParamTable
-from .partition import OwnedTensor, Partition
+from .partition import OwnedTensor, Partition, evaluate
 from .shard import Allocate, LiveSlice, Shard
 
 # As large as those of DistributedDataParallel: fewer collectives cost less than more overlap gains on one host,
@@ -128,10 +128,7 @@ class ElementPartition(Partition):
         return [_owned_tensor(live) for shard in self.shards for live in shard.slices]
 
     def step(self, local: LocalOptimizer, closure: Any, arguments: dict[str, Any]) -> Any:
-        loss = None
-        if callable(closure):
-            with torch.enable_grad():
-                loss = closure()
+        loss = evaluate(closure)
         with torch.no_grad():
             self.prepare()
             if local.stepper is not None:

@@ -115,15 +115,14 @@ class ParamTable:
 
     def check_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Refuse groups whose lists of parameters were edited since: what is in them now has not been divided."""
-        listed = [(number, param) for number, group in enumerate(groups) for param in group["params"]]
-        divided = zip(self.group_of, self.params, strict=True)
-        if len(listed) == len(self.params) and all(g == h and p is q for (g, p), (h, q) in zip(listed, divided, strict=True)):
+        listed = [(number, id(param)) for number, group in enumerate(groups) for param in group["params"]]
+        if listed == list(zip(self.group_of, map(id, self.params), strict=True)):
             return
         sizes = [len(group["params"]) for group in groups]
         known = [self.group_of.count(number) for number in range(self.num_groups)]
         raise ConfigError(
-            f"the parameters in `param_groups` are not those that were divided among the ranks: groups of {sizes} parameters, "
-            f"divided were {known}. Use add_param_group() to add some and `requires_grad` to leave some out, or make the "
+            f"the parameters in `param_groups` are not those that were divided among the ranks: groups of {sizes}, divided "
+            f"were {known}. Use add_param_group() to add some and `requires_grad` to leave some out, or make the "
             "optimizer anew."
         )
 

@@ -71,3 +71,11 @@ class Partition(abc.ABC):
     def params_by_group(self) -> list[list[torch.Tensor]]:
         """The tensors of the local optimizer, by group."""
         return self.table.by_group((owned.index, owned.key) for owned in self.owned)
+
+
+def evaluate(closure: Any) -> Any:
+    """What a closure returns, evaluated as optimizers do that evaluate it once; None where there is none."""
+    if not callable(closure):
+        return None
+    with torch.enable_grad():
+        return closure()

@@ -13,6 +13,7 @@ import torch
 
 from ...comm.collectives import Collectives
 from ...ddp.messages import torn
+from ...errors import StateError
 from ...plan import ParamSpec
 from ...plan.shards import OwnedRange
 from ..partition.element import ElementPartition, NumberedPlan, Placement, numbered_plans
@@ -20,7 +21,7 @@ from ..partition.kinds import Kind, PartitionChoice, steps_sparse
 from ..partition.local import LocalOptimizer
 from ..partition.param_table import ParamTable
 from ..partition.parameter import ParameterPartition
-from ..partition.partition import Partition
+from ..partition.partition import Partition, evaluate
 from ..partition.shard import SparseGradient
 from ..partition.storage import flatten, unflatten
 from ..partition.update import TORN, Update
@@ -91,8 +92,7 @@ class ShardedOptimizer:
         if not (self.choice.is_free and callable(closure)):
             return self._step(closure, arguments)
         # Element by element, an optimizer evaluates a closure once, first of all.
-        with torch.enable_grad():
-            loss = closure()
+        loss = evaluate(closure)
         self._step(None, arguments)
         return loss
 
@@ -106,7 +106,7 @@ class ShardedOptimizer:
         return self.partition.step(self.local, closure, arguments)
 
     def use_whole_parameters(self, reason: str) -> bool:
-        """Give whole parameters to ranks from now on, if nobody asked for elements and the class steps by sparse gradients."""
+        """Give whole parameters to ranks from now on, if nobody asked for elements and the class takes sparse gradients."""
         alone = self.local.stepper is None and self.placement is not Placement.SHARED
         if not (self.choice.is_free and alone and steps_sparse(self.optim)):
             return False
@@ -196,6 +196,13 @@ class ShardedOptimizer:
     def set_state(self, local: LocalState) -> None:
         """Make `local`, filled, the state. The same on every rank."""
         local.install(self.optim.state)
+
+
+    def forget_state(self) -> None:
+        """Have none on this rank, as before the first step. The same on every rank."""
+        if self.local.stepper is not None:
+            raise StateError("an elastic run keeps its optimizer's state, which cannot be emptied. Make the optimizer anew.")
+        self.optim.state.clear()
 
 
 def _plans_alone(table: ParamTable) -> list[NumberedPlan]:
