@@ -62,8 +62,8 @@ MUTATIONS = (
     Mutation(
         name="local: hooks of all optimizers are run for each bucket once more",
         file=LOCAL,
-        old="        return step(optim, *positional, **arguments)\n",
-        new="        return optim.step(*positional, **arguments)\n",
+        old="        result = step(optim, *positional, **arguments)\n",
+        new="        result = optim.step(*positional, **arguments)\n",
         tests="tests/zero/test_usage.py",
     ),
     Mutation(
@@ -363,8 +363,8 @@ MUTATIONS = (
     Mutation(
         name="optimizer: parameters between two steps are saved",
         file=OPTIMIZER,
-        old="        self._sharded.refuse_torn()\n        for wrapper in wrappers_of(",
-        new="        for wrapper in wrappers_of(",
+        old="        self._sharded.refuse_torn()\n        for wrapper in self.wrappers",
+        new="        for wrapper in self.wrappers",
         tests="tests/zero/test_torn.py",
     ),
     Mutation(

@@ -17,6 +17,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from ..comm.torch_backend import collectives_for
 from ..ddp.arguments import choose_group
+from ..ddp.module import DistributedDataParallel
 from ..ddp.passes.order import recover
 from ..errors import ArgumentTypeError, ConfigError, PhalanxError, ReductionError, StateError
 from . import step_hooks
@@ -96,8 +97,7 @@ class ZeroRedundancyOptimizer(ShowsState, torch.optim.Optimizer, Joinable):
         asked, defaults = self._asked, self._given_defaults
         self.process_group = choose_group(process_group, None)
         recover(self.process_group)
-        collectives = collectives_for(self.process_group)
-        collectives.board.retract_failure()  # of an optimizer whose place this one takes
+        (collectives := collectives_for(self.process_group)).board.retract_failure()  # of one whose place this one takes
         self.rank, self.world_size = collectives.rank, collectives.world
         self.global_rank = dist.get_rank() if dist.is_initialized() else self.rank
         choice = choose_partition(self.optimizer_class, asked.partition, self.world_size, defaults)
@@ -369,7 +369,7 @@ class ZeroRedundancyOptimizer(ShowsState, torch.optim.Optimizer, Joinable):
         """What is about to be kept was made of gradients that belonged together."""
         recover(self._sharded.collectives.group)
         self._sharded.refuse_torn()
-        for wrapper in wrappers_of(self._all_params):
+        for wrapper in self.wrappers:
             wrapper.verify()
 
     def _states_in_parts(self, whole: bool) -> dict[int, Any]:
@@ -381,9 +381,8 @@ class ZeroRedundancyOptimizer(ShowsState, torch.optim.Optimizer, Joinable):
         return shards_of(self._sharded)
 
     def _packed(self, states: dict[int, Any]) -> dict[str, Any]:
-        params = self._all_params
         # Torch reads `self.state`. It is lent for this call only: kept, it would be a second state that no step updates.
-        self._lent = defaultdict(dict, {params[index]: state for index, state in states.items()})
+        self._lent = defaultdict(dict, {self._all_params[index]: state for index, state in states.items()})
         try:
             return super().state_dict()
         finally:
@@ -464,6 +463,11 @@ class ZeroRedundancyOptimizer(ShowsState, torch.optim.Optimizer, Joinable):
 
     # -- uneven inputs -------------------------------------------------------------------------
 
+    @property
+    def wrappers(self) -> list[DistributedDataParallel]:
+        """Those that reduce parameters of this optimizer."""
+        return wrappers_of(self._all_params)
+
     def _step_joined(self) -> None:
         """Step this rank's part with the others, without inputs of its own; for ranks that have joined."""
         self._is_shadowing = True
@@ -471,14 +475,14 @@ class ZeroRedundancyOptimizer(ShowsState, torch.optim.Optimizer, Joinable):
             self.step()
         finally:
             self._is_shadowing = False
-        if wrappers_of(self._all_params):
+        if self.wrappers:
             # Not at the beginning of the next one: after the last, a user's loop would add to what is left here.
             # What was given to this rank belongs to this step only; the others clear theirs themselves.
             self.zero_grad()
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """What a rank does that has run out of inputs: it goes on stepping its part."""
-        return JoinedStep(self._step_joined, wrappers_of(self._all_params))
+        return JoinedStep(self._step_joined, self.wrappers)
 
     @property
     def join_device(self) -> torch.device:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.optim import optimizer as torch_optimizer
 
 from .stepper import Stepper
 from .update import Update
@@ -89,7 +90,12 @@ class LocalOptimizer:
         step = getattr(type(optim).step, "__wrapped__", None) if getattr(type(optim).step, "hooked", False) else None
         if step is None or optim._optimizer_step_pre_hooks or optim._optimizer_step_post_hooks or "step" in vars(optim):
             return optim.step(*positional, **arguments)
-        return step(optim, *positional, **arguments)
+        for hook in _for_parts(torch_optimizer._global_optimizer_pre_hooks):
+            hook(optim, (optim,), arguments)
+        result = step(optim, *positional, **arguments)
+        for hook in _for_parts(torch_optimizer._global_optimizer_post_hooks):
+            hook(optim, (optim,), arguments)
+        return result
 
     @property
     def num_state_bytes(self) -> int:
@@ -97,6 +103,11 @@ class LocalOptimizer:
         seen: dict[int, int] = {}
         _count(list(self.optim.state.values()), seen)
         return sum(seen.values())
+
+
+def _for_parts(hooks: Mapping[int, Any]) -> list[Any]:
+    """Those that only look, and want to see the parts of a step too: our own, which measure (`observe.live.seen`)."""
+    return [hook for hook in hooks.values() if getattr(hook, "sees_parts", False)]
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
