@@ -79,11 +79,20 @@ def train(rank: int, world: int, changed: str, options: dict[str, Any]) -> list[
     return found + training.step(2) + training.step(3)
 
 
-@pytest.mark.parametrize("changed", ["before the wrapper", "before the optimizer", "with a new group", "with a new wrapper"])
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"overlap_with_ddp": True}, {"overlap_with_ddp": True, "step_in_backward": False}],
-    ids=["alone", "overlapped", "overlapped, stepped later"],
-)
-def test_state_belongs_to_the_same_elements_in_another_order_of_memory(options: dict[str, Any], changed: str) -> None:
+OVERLAPPED = {"overlap_with_ddp": True}
+LATER = {"overlap_with_ddp": True, "step_in_backward": False}
+# Where the order by which state is counted, or cut, changes: with and without state by then.
+CASES = {
+    "alone, with a new group": ({}, "with a new group"),
+    "overlapped, before the wrapper": (OVERLAPPED, "before the wrapper"),
+    "overlapped, before the optimizer": (OVERLAPPED, "before the optimizer"),
+    "overlapped, with a new wrapper": (OVERLAPPED, "with a new wrapper"),
+    "stepped later, with a new group": (LATER, "with a new group"),
+    "stepped later, with a new wrapper": (LATER, "with a new wrapper"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_state_belongs_to_the_same_elements_in_another_order_of_memory(name: str) -> None:
+    options, changed = CASES[name]
     assert run_ranks(2, train, changed, options) == [[], []]
