@@ -296,3 +296,34 @@ def test_a_gradient_that_is_kept_of_what_is_frozen_leaves_the_ranks_equal(
 ) -> None:
     first, second = run_ranks(2, freeze, kind, options, 1, True, backend=backend, timeout_s=30, pg_timeout_s=10)
     assert all(map(torch.equal, first, second))
+
+
+def train_two_wrappers(rank: int, world: int) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    models = nn.ModuleList([nn.Linear(8, 50), nn.Linear(20, 30)])
+    wrapped = [phalanx.DistributedDataParallel(model) for model in models]
+    zero = ZeroRedundancyOptimizer(models.parameters(), optim.Adam, lr=0.01)
+    with Join([*wrapped, zero]):
+        for step in range(2 + 3 * rank):
+            zero.zero_grad()
+            for one, width in zip(wrapped, (8, 20), strict=True):
+                x = torch.randn(5, width, generator=torch.Generator().manual_seed(100 * step + rank))
+                one(x).square().mean().backward()
+            zero.step()
+    return [param.detach().clone() for param in models.parameters()]
+
+
+@pytest.mark.parametrize("backend", ["gloo", "phalanx"])
+def test_a_joined_rank_steps_by_the_means_of_every_wrapper(backend: str) -> None:
+    torch.manual_seed(0)
+    models = nn.ModuleList([nn.Linear(8, 50), nn.Linear(20, 30)])
+    plain = optim.Adam(models.parameters(), lr=0.01)
+    for step in range(5):
+        plain.zero_grad()
+        for rank in range(int(step >= 2), 2):  # the first rank has inputs for two steps
+            for model, width in zip(models, (8, 20), strict=True):
+                x = torch.randn(5, width, generator=torch.Generator().manual_seed(100 * step + rank))
+                (model(x).square().mean() / 2).backward()
+        plain.step()
+    for found in run_ranks(2, train_two_wrappers, backend=backend):
+        torch.testing.assert_close(found, [param.detach() for param in models.parameters()], rtol=1e-4, atol=1e-6)

@@ -14,7 +14,7 @@ import phalanx
 from phalanx.comm import hooks
 from phalanx.zero import ZeroRedundancyOptimizer, hook_with_zero_step, hook_with_zero_step_interleaved
 from phalanx.zero.overlap.reduce_scatter import ReduceScatter
-from tests.cluster import run_ranks
+from tests.cluster import ClusterFailure, run_ranks
 from tests.zero.cases import Given, differing, mean_gradients, own_gradients, sample, set_gradients
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.covering(1)]
@@ -283,6 +283,38 @@ def with_hook(rank: int, world: int, name: str, when: str) -> Any:
 def test_communication_hooks_and_torchs_two_constructors(name: str, when: str) -> None:
     scatters = name == "allreduce_hook" and when in ("step", "interleaved")
     assert run_ranks(2, with_hook, name, when) == [([[]] * 4, scatters)] * 2
+
+
+def change_gradients_early(rank: int, world: int, in_backward: bool) -> list[list[int]]:
+    """A step hook that changes gradients, where a user's hook leaves whole ones."""
+    plain_model, model = Given(), Given()
+    plain = optim.SGD(plain_model.parameters(), lr=0.01)
+    wrapped = phalanx.DistributedDataParallel(model, bucket_cap_mb=CAP_MB, on_unused="ignore")
+    wrapped.register_comm_hook(None, hooks.allreduce_hook)
+    options = {"overlap_with_ddp": True, "step_in_backward": in_backward, "lr": 0.01}
+    zero = ZeroRedundancyOptimizer(model.parameters(), optim.SGD, **options)
+
+    def halve(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
+        grads = [param.grad for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
+        torch._foreach_mul_(grads, 0.5)
+
+    for one in (plain, zero):
+        one.register_step_pre_hook(halve)
+    found = []
+    for step in range(4):
+        set_gradients(list(plain_model.parameters()), mean_gradients(plain_model, step))
+        plain.step()
+        zero.zero_grad()
+        wrapped(own_gradients(model, step, rank, world)).backward()
+        zero.step()
+        found.append(differing(model, sample(plain_model)))
+    return found
+
+
+def test_a_step_hook_changes_all_gradients_or_is_told_that_it_comes_too_early() -> None:
+    assert run_ranks(2, change_gradients_early, False) == [[[]] * 4] * 2
+    with pytest.raises(ClusterFailure, match="a hook that runs before the step has changed the gradient of"):
+        run_ranks(2, change_gradients_early, True)
 
 
 def wrong_constructors(rank: int, world: int) -> None:

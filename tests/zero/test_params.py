@@ -105,9 +105,11 @@ def mistakes_with_ddp(rank: int, world: int) -> None:
 
     sparse = Sparse()
     keep = phalanx.DistributedDataParallel(sparse)
-    with pytest.raises(ValueError, match=r"'table\.weight' has sparse gradients"):
-        ZeroRedundancyOptimizer(sparse.parameters(), optim.SGD, overlap_with_ddp=True, lr=0.1)
-    alone = ZeroRedundancyOptimizer(sparse.parameters(), optim.SGD, lr=0.1)
+    for make in (optim.SGD, optim.Adam):
+        with pytest.raises(ValueError, match=r"'table\.weight' has sparse gradients"):
+            partition = "element" if make is optim.SGD else "auto"
+            ZeroRedundancyOptimizer(sparse.parameters(), make, overlap_with_ddp=True, partition=partition, lr=0.1)
+    alone = ZeroRedundancyOptimizer(sparse.parameters(), optim.Adam, lr=0.1)
     keep.module.table(torch.tensor([1])).sum().backward()
     with pytest.raises(RuntimeError, match="sparse_coo gradient"):
         alone.step()
@@ -144,3 +146,88 @@ def sparse_with_whole_parameters(rank: int, world: int) -> bool:
 
 def test_sparse_gradients_with_whole_parameters() -> None:
     assert run_ranks(2, sparse_with_whole_parameters) == [True, True]
+
+
+def sparse_where_elements_were_chosen(rank: int, world: int, make: Any, options: dict[str, Any]) -> tuple[bool, str]:
+    """`auto` takes whole parameters when it sees that gradients are sparse, with the state that there is by then."""
+    torch.manual_seed(0)
+    models = [nn.ModuleList([nn.Embedding(50, 30, sparse=True), nn.Linear(30, 20)]) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    plain = make(models[0].parameters(), lr=0.1)
+    wrapped = phalanx.DistributedDataParallel(nn.Sequential(*models[1]), on_unused="ignore")
+    zero = ZeroRedundancyOptimizer(models[1].parameters(), make, lr=0.1, **options)
+    for step in range(4):
+        numbers = torch.tensor([1, step + 2])
+        loss = nn.Sequential(*models[0])(numbers).square().sum()
+        plain.zero_grad()
+        loss.backward()
+        plain.step()
+        zero.zero_grad()
+        if step < 2:
+            wrapped(numbers).square().sum().backward()
+            zero.step()
+        else:
+            mine = wrapped(numbers).square().sum()
+            assert zero.step(lambda mine=mine: mine.backward() or mine) is mine
+    zero.consolidate_state_dict()
+    states = zero.state_dict()["state"] if rank == 0 else {}
+    kept = plain.state_dict()["state"]
+    same = [torch.equal(states[n][key], kept[n][key]) for n in states for key in states[n]]
+    return all(same) and all(map(torch.equal, models[0].parameters(), models[1].parameters())), zero.partition_reason
+
+
+@pytest.mark.parametrize("make", [optim.SGD, optim.Adagrad])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"parameters_as_bucket_view": True}, {"overlap_with_ddp": True, "step_in_backward": False}],
+    ids=["alone", "views", "overlapped"],
+)
+def test_sparse_gradients_where_elements_were_chosen(make: Any, options: dict[str, Any]) -> None:
+    found = run_ranks(2, sparse_where_elements_were_chosen, make, options)
+    assert found == [(True, "gradients are sparse")] * 2
+
+
+def same_memory(rank: int, world: int) -> None:
+    first, second = nn.Linear(30, 20), nn.Linear(30, 20)
+    second.weight = nn.Parameter(first.weight.data)
+    params = [*first.parameters(), *second.parameters()]
+    if world > 1:
+        with pytest.raises(ValueError, match="parameter 0 of group 0 and parameter 2 of group 0 are two"):
+            ZeroRedundancyOptimizer(params, optim.SGD, lr=0.1)
+    else:
+        zero = ZeroRedundancyOptimizer(params, optim.SGD, lr=0.1)
+        before = first.weight.detach().clone()
+        for param in params:
+            param.grad = torch.ones_like(param)
+        zero.step()
+        torch.testing.assert_close(first.weight, before - 0.2)
+    # Parts of one memory that have no element in common.
+    whole = torch.zeros(40, 30)
+    ZeroRedundancyOptimizer([nn.Parameter(part) for part in (whole[:20], whole[20:])], optim.SGD, lr=0.1)
+    ZeroRedundancyOptimizer([nn.Parameter(part) for part in (whole[:, :20], whole[:, 20:])], optim.SGD, lr=0.1)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_parameters_over_the_same_memory(world: int) -> None:
+    run_ranks(world, same_memory)
+
+
+def edit_groups(rank: int, world: int) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5))
+    zero = ZeroRedundancyOptimizer(model[0].parameters(), optim.SGD, lr=0.1)
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    zero.step()
+    params = zero.param_groups[0]["params"]
+    kept, before = list(params), [param.detach().clone() for param in model.parameters()]
+    for edited in ([*params, *model[1].parameters()], params[:1], [params[0], model[1].bias], params[::-1]):
+        zero.param_groups[0]["params"] = edited
+        with pytest.raises(ValueError, match="not those that were divided among the ranks"):
+            zero.step()
+    assert all(map(torch.equal, model.parameters(), before))
+    zero.param_groups[0]["params"] = kept
+    zero.step()
+
+
+def test_parameters_put_into_groups_by_hand_are_refused() -> None:
+    run_ranks(2, edit_groups)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -298,3 +299,39 @@ def with_hooks(rank: int, world: int) -> list[str]:
 
 def test_hooks_around_saving_and_loading() -> None:
     assert run_ranks(2, with_hooks) == [["before", "after", "saved"], ["before", "after"]]
+
+
+def begin_anew(rank: int, world: int, overlapped: bool) -> list[list[int]]:
+    """As users of any optimizer do, in two ways; what would have no effect is refused."""
+    plain_model, model = Given(), Given()
+    plain = optim.Adam(plain_model.parameters(), lr=0.01)
+    wrapped = phalanx.DistributedDataParallel(model, on_unused="ignore") if overlapped else None
+    zero = ZeroRedundancyOptimizer(model.parameters(), optim.Adam, overlap_with_ddp=overlapped, lr=0.01)
+    found = []
+    for step in range(6):
+        for one in (plain, zero):
+            if step == 2:
+                one.state = defaultdict(dict)
+            if step == 4:
+                one.state.clear()
+        set_gradients(list(plain_model.parameters()), mean_gradients(plain_model, step))
+        plain.step()
+        zero.zero_grad()
+        if wrapped is None:
+            set_gradients(list(model.parameters()), mean_gradients(model, step))
+        else:
+            wrapped(own_gradients(model, step, rank, world)).backward()
+        zero.step()
+        found.append(differing(model, sample(plain_model)))
+    param = model.weights[0]
+    assert not zero.state and zero.state[param] == {} and zero.state.get(param) is None
+    writes = (lambda: zero.state.update({param: {}}), lambda: zero.state.pop(param), lambda: setattr(zero, "state", {1: 2}))
+    for write in writes:
+        with pytest.raises(StateError, match=r"not in `optimizer\.state`"):
+            write()
+    return found
+
+
+@pytest.mark.parametrize("overlapped", [False, True], ids=["alone", "overlapped"])
+def test_a_state_that_is_emptied_begins_anew(overlapped: bool) -> None:
+    assert run_ranks(2, begin_anew, overlapped) == [[[]] * 6] * 2

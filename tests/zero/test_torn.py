@@ -62,12 +62,31 @@ def raise_midway(rank: int, world: int, partition: str) -> None:
         zero.step()
     Brittle.num_left = 1000
     check_told(zero)
+    # Another one hears nothing of the failure of the first, which all ranks have seen.
+    made(partition=partition)
 
 
 @everyone
 @partitions
 def test_a_step_that_raised_midway_is_not_gone_on_from(partition: str, backend: str) -> None:
     run_ranks(2, raise_midway, partition, backend=backend)
+
+
+def raise_on_one(rank: int, world: int, partition: str) -> None:
+    """The user of the rank that raised caught it, so that nobody ends: the others must not wait for the time limit."""
+    _, zero = made(partition=partition)
+    Brittle.num_left = 0 if rank == 1 else 1000
+    said = "in the midst of a step" if rank == 1 else r"rank 1 failed first: BrokenLayer in step\(\)"
+    with pytest.raises((BrokenLayer, PhalanxError), match=said):
+        zero.step()
+    Brittle.num_left = 1000
+    check_told(zero)
+
+
+# On shared memory the others wait for the rank to go on, or to end.
+@partitions
+def test_a_step_that_raises_on_one_rank_is_told_to_the_others(partition: str) -> None:
+    run_ranks(2, raise_on_one, partition)
 
 
 def raise_alone(rank: int, world: int) -> list[int]:

@@ -90,8 +90,9 @@ class Subject:
                 raise torn(f"rank {one.rank}")
         if not getattr(self.wrapper, "require_backward_grad_sync", True):
             raise StateError(f"{who}save() inside no_sync() would lose gradients that add up there. Save after the step.")
-        for trainer in (self.ddp, *(getattr(one, "wrapper", None) for one in self.optimizers.values())):
-            if isinstance(trainer, DistributedDataParallel):
+        sharded = [one for one in self.optimizers.values() if isinstance(one, ZeroRedundancyOptimizer)]
+        for trainer in (self.ddp, *(wrapper for one in sharded for wrapper in one.wrappers)):
+            if trainer is not None:
                 trainer.verify()  # on a device, the last step may not have been judged yet
         if self.ddp is None:
             return
@@ -143,8 +144,9 @@ class _Watch:
 
     def _count_passes(self) -> int:
         """How many backwards have been reduced: a divided gradient is one object for good, and tells nothing itself."""
-        wrapper = getattr(self._optimizer(), "wrapper", None)
-        return wrapper.reducer.step if isinstance(wrapper, DistributedDataParallel) else 0
+        optimizer = self._optimizer()
+        wrappers = optimizer.wrappers if isinstance(optimizer, ZeroRedundancyOptimizer) else []
+        return sum(wrapper.reducer.step for wrapper in wrappers)
 
     def note(self) -> None:
         # After every step, so that it must stay at a reference and a number per parameter.

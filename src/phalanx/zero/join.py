@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch.distributed.algorithms.join import JoinHook
 
 from ..comm.collectives import Collectives
 from ..ddp.module import DistributedDataParallel
+from ..ddp.wrappers import known_wrappers
 
 _WHERE = "telling joined ranks the options of ZeroRedundancyOptimizer"
 # Texts are sent in multiples of this: the first collective of each size costs an agreement (`comm.failure.agreement`).
@@ -27,18 +28,28 @@ Groups = Sequence[dict[str, Any]]
 class JoinedStep(JoinHook):
     """Calls `step`, which steps this rank's part, whenever the ranks still training step theirs."""
 
-    def __init__(self, step: Callable[[], None], wrapper: DistributedDataParallel | None) -> None:
+    def __init__(self, step: Callable[[], None], wrappers: Sequence[DistributedDataParallel]) -> None:
         super().__init__()
         self._step = step
-        self._wrapper = wrapper
-        # A joined rank steps its part with means that it did not help to make, so the reducer must give it those.
-        if wrapper is not None:
+        self._wrappers = wrappers
+        # A joined rank steps its part with means that it did not help to make, so each reducer must give it those.
+        for wrapper in wrappers:
             wrapper.reducer.joined_take_means = True
 
     def main_hook(self) -> None:
-        # A forward under no_sync() is followed by no step.
-        if self._wrapper is None or self._wrapper.require_forward_param_sync:
+        # Forwards under no_sync() are followed by no step.
+        if not self._wrappers or any(wrapper.require_forward_param_sync for wrapper in self._wrappers):
             self._step()
+
+
+def wrappers_of(params: Iterable[torch.Tensor]) -> list[DistributedDataParallel]:
+    """The wrappers that reduce `params`, the latest first; of a parameter that several had in turn, the latest."""
+    left, found = set(params), []
+    for wrapper in known_wrappers():
+        if not left.isdisjoint(wrapper.reducer.params):
+            left.difference_update(wrapper.reducer.params)
+            found.append(wrapper)
+    return found
 
 
 class Attendance(enum.Enum):

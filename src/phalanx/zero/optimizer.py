@@ -19,20 +19,21 @@ from ..comm.torch_backend import collectives_for
 from ..ddp.arguments import choose_group
 from ..ddp.module import DistributedDataParallel
 from ..ddp.passes.order import recover
-from ..ddp.wrappers import known_wrappers
 from ..errors import ArgumentTypeError, ConfigError, PhalanxError, ReductionError, StateError
 from . import step_hooks
 from .asked import Asked
 from .clipping import check_limits, clip_gradients, clip_shards
-from .join import JoinedStep
+from .join import JoinedStep, wrappers_of
 from .memory import MemoryReport, report_memory
 from .other_steps import refuse_other_steps
 from .overlap.overlap import Overlap
 from .partition.element import Placement
 from .partition.kinds import check_class, choose_partition
 from .partition.param_table import check_params
+from .partition.partition import evaluate
 from .partition.update import TORN
 from .settings import CommonSettings
+from .shown_state import ShowsState
 from .state.caller import asked_by_checkpoint
 from .state.loading import check_states, check_structure, install, normalised
 from .state.sharded_optimizer import ShardedOptimizer
@@ -42,7 +43,7 @@ class NotConsolidated(PhalanxError, RuntimeError):
     """A whole state was asked for where there is none."""
 
 
-class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
+class ZeroRedundancyOptimizer(ShowsState, torch.optim.Optimizer, Joinable):
     """An `optimizer_class` whose state is divided among the ranks of a group.
 
     All of torch 2.13's arguments are taken and mean the same; trailing keywords go to `optimizer_class`. Every
@@ -96,11 +97,10 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         asked, defaults = self._asked, self._given_defaults
         self.process_group = choose_group(process_group, None)
         recover(self.process_group)
-        collectives = collectives_for(self.process_group)
+        (collectives := collectives_for(self.process_group)).board.retract_failure()  # of one whose place this one takes
         self.rank, self.world_size = collectives.rank, collectives.world
         self.global_rank = dist.get_rank() if dist.is_initialized() else self.rank
         choice = choose_partition(self.optimizer_class, asked.partition, self.world_size, defaults)
-        self.partition, self.partition_reason = choice.partition, choice.reason
         placement = asked.placement(choice, self.world_size)
         if placement is Placement.SHARED or asked.overlaps:
             refuse_other_steps(ZeroRedundancyOptimizer)
@@ -146,6 +146,16 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         return self._sharded
 
     @property
+    def partition(self) -> str:
+        """How parameters are divided: "element" or "parameter"."""
+        return self._sharded.choice.partition
+
+    @property
+    def partition_reason(self) -> str:
+        """Why they are divided so, in words."""
+        return self._sharded.choice.reason
+
+    @property
     def is_torn(self) -> bool:
         """Whether a step, or a backward that steps, raised midway, which left the parameters between two steps."""
         return self._sharded.update.state is TORN
@@ -187,21 +197,22 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         sharded = self._sharded
         recover(sharded.collectives.group)
         sharded.refuse_torn()
+        sharded.collectives.board.retract_failure()
         # A state collected earlier is outdated from here on, even if the step raises.
         self._consolidated = None
         if callable(closure):
             closure = self._followed_by_options(closure)
-            sharded.local.pull(self.param_groups)  # some classes read options before they evaluate (LBFGS)
+            sharded.take_options(self.param_groups)  # some classes read options before they evaluate (LBFGS)
         else:
             self._take_options()
         try:
             if self._overlap is None:
-                result = sharded.partition.step(sharded.local, closure, kwargs)
+                result = sharded.step(closure, kwargs)
             else:
-                result = _evaluate(closure)
+                result = evaluate(closure)
                 self._overlap.step(kwargs)
-        except BaseException:
-            self._step_raised()
+        except BaseException as error:
+            self._step_raised(error)
             raise
         # Not before: a rank whose step raised has made one less than the others, and is found out by it.
         self._settings.stepped()
@@ -216,23 +227,26 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         """Have the local optimizer step by the options that the user sees, and has edited, once all ranks have the same."""
         self._settings.check(self._is_shadowing)
         # Schedulers edit the groups that the user sees; the local optimizer has groups of its own.
-        self._sharded.local.pull(self.param_groups)
+        self._sharded.take_options(self.param_groups)
 
     def _followed_by_options(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """The closure, and what it made of the options: an optimizer steps by those that its closure leaves."""
 
-        def evaluate() -> Any:
+        def followed() -> Any:
             result = closure()
             self._take_options()
             return result
 
-        return evaluate
+        return followed
 
-    def _step_raised(self) -> None:
+    def _step_raised(self, error: BaseException) -> None:
         update = self._sharded.update
-        # One rank by itself is left with what the plain optimizer leaves.
-        if self.world_size == 1 and update.is_under_way:
-            update.end()
+        if update.is_under_way:
+            # One rank by itself is left with what the plain optimizer leaves. Others wait for what this one was to send.
+            if self.world_size == 1:
+                update.end()
+            else:
+                self._sharded.collectives.board.post_error(error, " in step()")
         update.raised()
 
     def _confirm_update(self, overlap: Overlap, closure: Any, kwargs: dict[str, Any]) -> Any:
@@ -244,7 +258,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
             )
         self._sharded.refuse_torn()
         # Before looking whether there was an update: the closure runs the backward that makes it.
-        loss = _evaluate(closure)
+        loss = evaluate(closure)
         if overlap.reducer and not self._sharded.update.confirm():
             overlap.refuse_unreduced()
             overlap.refuse_used()
@@ -259,7 +273,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         """An update begins or ends in the midst of backward; returns the keywords for the optimizer's step."""
         if begins:
             _, kwargs = self._hook_arguments = step_hooks.before(self, (self,), {})
-            self._sharded.local.pull(self.param_groups)
+            self._sharded.take_options(self.param_groups)
             self._consolidated = None
             return dict(kwargs)
         self._sharded.local.push(self.param_groups)
@@ -355,8 +369,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         """What is about to be kept was made of gradients that belonged together."""
         recover(self._sharded.collectives.group)
         self._sharded.refuse_torn()
-        if self.wrapper is not None:
-            self.wrapper.verify()
+        for wrapper in self.wrappers:
+            wrapper.verify()
 
     def _states_in_parts(self, whole: bool) -> dict[int, Any]:
         if whole:
@@ -367,13 +381,18 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         return shards_of(self._sharded)
 
     def _packed(self, states: dict[int, Any]) -> dict[str, Any]:
-        params = self._all_params
         # Torch reads `self.state`. It is lent for this call only: kept, it would be a second state that no step updates.
-        self.state = defaultdict(dict, {params[index]: state for index, state in states.items()})
+        self._lent = defaultdict(dict, {self._all_params[index]: state for index, state in states.items()})
         try:
             return super().state_dict()
         finally:
-            self.state = defaultdict(dict)
+            self._lent = None
+
+    def _begin_anew(self) -> None:
+        if self.initialized:
+            self._sharded.forget_state()
+            self._settings.loaded({})  # which all ranks must have done
+            self._consolidated = None
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a whole state, saved by this class or by `optimizer_class` alone, on any number of ranks.
@@ -429,7 +448,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         elementwise = self.partition == "element"
         check_states(states, self._sharded.table, self.optimizer_class, elementwise)
         install(self._sharded, normalised(self.optim, states, groups))
-        super().__setstate__({"state": defaultdict(dict), "param_groups": groups})
+        super().__setstate__({"param_groups": groups})
         self._sharded.local.pull(groups)
         self._sharded.local.push(groups)
         self._settings.loaded(state["state"])
@@ -445,13 +464,9 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
     # -- uneven inputs -------------------------------------------------------------------------
 
     @property
-    def wrapper(self) -> DistributedDataParallel | None:
-        """The latest phalanx.DistributedDataParallel that reduces parameters of this optimizer, if there is one."""
-        index_of = self._sharded.table.index_of
-        for wrapper in known_wrappers():
-            if any(param in index_of for param in wrapper.reducer.params):
-                return wrapper
-        return None
+    def wrappers(self) -> list[DistributedDataParallel]:
+        """Those that reduce parameters of this optimizer."""
+        return wrappers_of(self._all_params)
 
     def _step_joined(self) -> None:
         """Step this rank's part with the others, without inputs of its own; for ranks that have joined."""
@@ -460,14 +475,14 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
             self.step()
         finally:
             self._is_shadowing = False
-        if self.wrapper is not None:
+        if self.wrappers:
             # Not at the beginning of the next one: after the last, a user's loop would add to what is left here.
             # What was given to this rank belongs to this step only; the others clear theirs themselves.
             self.zero_grad()
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """What a rank does that has run out of inputs: it goes on stepping its part."""
-        return JoinedStep(self._step_joined, self.wrapper)
+        return JoinedStep(self._step_joined, self.wrappers)
 
     @property
     def join_device(self) -> torch.device:
@@ -482,10 +497,3 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
     def __repr__(self) -> str:
         lines = super().__repr__()
         return f"{lines[:-1].rstrip()}\npartition: {self.partition} ({self.partition_reason}), stage {self.stage}\n)"
-
-
-def _evaluate(closure: Any) -> Any:
-    if not callable(closure):
-        return None
-    with torch.enable_grad():
-        return closure()

@@ -54,6 +54,10 @@ class _Steps:
             self._recorder.fact(trace.MEMORY, memory_of(optimizer))
 
 
+# ZeroRedundancyOptimizer runs hooks of all optimizers once per step, and these for its parts as well.
+_Steps.before.sees_parts = _Steps.after.sees_parts = True  # type: ignore[attr-defined]
+
+
 def see_optimizers(recorder: trace.Recorder | None) -> None:
     """From now on count every optimizer's steps; with a recorder also record spans of them, and what they hold."""
     steps = _Steps(recorder)

@@ -319,11 +319,27 @@ class Overlap(Listener):
         partition = self.sharded.partition
         assert isinstance(partition, ElementPartition), "only elements are stepped bucket by bucket"
         if not self.update.is_under_way:
-            self._arguments = self._bracket(True)
+            self._arguments = self._begin_early()
             self.update.begin()
         shard = partition.shards_of[0][index]
         shard.refresh()
         partition.update(shard, self.sharded.local, self._arguments)
+
+    def _begin_early(self) -> dict[str, Any]:
+        """An update begins with its first bucket; returns the keywords for the optimizer's step."""
+        # A marker refuses to be changed by itself. Of whole gradients the first bucket's are means by now, and others are
+        # still this rank's own, or under way: what a step hook makes of them would be lost, or averaged.
+        params = [] if self.scatters else self.sharded.table.params
+        before = [(param.grad, 0 if param.grad is None else param.grad._version) for param in params]
+        arguments = self._bracket(True)
+        for number, (grad, version) in enumerate(before):
+            if params[number].grad is not grad or (grad is not None and grad._version != version):
+                raise ReductionError(
+                    f"a hook that runs before the step has changed the gradient of {self.sharded.table.names[number]}, but "
+                    "backward steps bucket by bucket, before all gradients are there. Make the optimizer with "
+                    "step_in_backward=False."
+                )
+        return arguments
 
     @torch.no_grad()
     def pass_ended(self) -> None:

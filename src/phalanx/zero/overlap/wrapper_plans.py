@@ -15,14 +15,15 @@ _MOST_BUCKET_BYTES = 256 * 1024 * 1024
 
 
 def check_wrapper(wrapper: DistributedDataParallel, sharded: ShardedOptimizer, stage: int) -> None:
-    """Refuse a wrapper whose backward cannot step what `sharded` divides."""
+    """Refuse a wrapper whose backward cannot step what `sharded` divides, or divide that otherwise. Every rank calls it."""
     if sharded.collectives.group is not wrapper.process_group:
         raise ConfigError(
             "overlap_with_ddp=True needs the optimizer and DistributedDataParallel on the same process group. "
             "Give both the same process_group."
         )
     plan = wrapper.reducer.plan
-    if sharded.choice.partition == "element" and any(bucket.sparse for bucket in plan.buckets):
+    sparse = sharded.choice.partition == "element" and any(bucket.sparse for bucket in plan.buckets)
+    if sparse and not sharded.use_whole_parameters("gradients are sparse"):
         names = [plan.specs[bucket.slots[0].param].name for bucket in plan.buckets if bucket.sparse]
         raise ConfigError(
             f"'{names[0]}' has sparse gradients, which cannot be scattered. Use Embedding(sparse=False), or "

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from . import one_copy
 from .gathering import Gathering
 from .local import LocalOptimizer
 from .param_table import ParamTable
-from .partition import OwnedTensor, Partition
+from .partition import OwnedTensor, Partition, evaluate
 from .shard import Allocate, LiveSlice, Shard
 
 # As large as those of DistributedDataParallel: fewer collectives cost less than more overlap gains on one host,
@@ -54,6 +54,16 @@ def numbered_plans(table: ParamTable, numbers: Sequence[int]) -> list[NumberedPl
     return plans
 
 
+def _in_order_of(plans: Sequence[NumberedPlan], table: ParamTable) -> ParamTable:
+    """The table with each parameter's elements in the order in which the plans cut them.
+
+    That is the order of memory when the plan was made. A wrapper's plan may be older or newer than the optimizer's table,
+    and memory may have changed in between (`Module.to(memory_format=…)`); state is counted as it is cut.
+    """
+    strides = {n: spec.stride for numbered in plans for n, spec in zip(numbered.numbers, numbered.plan.specs, strict=True)}
+    return replace(table, specs=tuple(replace(spec, stride=strides[n]) for n, spec in enumerate(table.specs)))
+
+
 class Placement(enum.Enum):
     """Where parameters live: in memory of their own, in that of their buckets, or in one copy for all ranks."""
 
@@ -74,7 +84,7 @@ class ElementPartition(Partition):
         plans: Sequence[NumberedPlan],
         placement: Placement,
     ) -> None:
-        super().__init__(table, collectives)
+        super().__init__(_in_order_of(plans, table), collectives)
         self.plans = list(plans)
         self.gathering = Gathering(collectives)
         self._placement = placement
@@ -118,10 +128,7 @@ class ElementPartition(Partition):
         return [_owned_tensor(live) for shard in self.shards for live in shard.slices]
 
     def step(self, local: LocalOptimizer, closure: Any, arguments: dict[str, Any]) -> Any:
-        loss = None
-        if callable(closure):
-            with torch.enable_grad():
-                loss = closure()
+        loss = evaluate(closure)
         with torch.no_grad():
             self.prepare()
             if local.stepper is not None:

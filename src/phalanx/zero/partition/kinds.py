@@ -85,13 +85,21 @@ def state_keys(optimizer_class: type[torch.optim.Optimizer]) -> StateKeys | None
     return _ELEMENTWISE.get(optimizer_class)
 
 
+def steps_sparse(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer that acts element by element also steps by sparse gradients, and keeps a dense state."""
+    # A momentum of sparse gradients is sparse itself.
+    momentum = any(group.get("momentum") for group in optimizer.param_groups)
+    return type(optimizer) in (optim.SGD, optim.Adagrad) and not momentum
+
+
 @dataclass(frozen=True, slots=True)
 class PartitionChoice:
-    """A partition and why it is that one."""
+    """A partition and why it is that one. `is_free`: it was not asked for, so that another may be taken later."""
 
     partition: str
     kind: Kind
     reason: str
+    is_free: bool = False
 
 
 def check_class(optimizer_class: Any) -> None:
@@ -137,4 +145,4 @@ def choose_partition(
     # Nothing is saved by cutting. Whole parameters are stepped where they are, by torch's own fast paths.
     if world == 1:
         return PartitionChoice("parameter", kind, "one rank owns everything")
-    return PartitionChoice("element", kind, f"{name} acts element by element")
+    return PartitionChoice("element", kind, f"{name} acts element by element", is_free=True)

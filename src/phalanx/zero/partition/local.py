@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.optim import optimizer as torch_optimizer
 
 from .stepper import Stepper
 from .update import Update
@@ -71,7 +72,7 @@ class LocalOptimizer:
             for index, params in active.items():
                 self.groups[index]["params"] = params
             self.optim.param_groups = [self.groups[index] for index in active]
-            self.optim.step(**arguments)
+            self._step(**arguments)
         finally:
             self.optim.param_groups = self.groups
             for index in active:
@@ -79,7 +80,22 @@ class LocalOptimizer:
 
     def step_all(self, *positional: Any, **arguments: Any) -> Any:
         """One step on everything, exactly as the user called it."""
-        return self.optim.step(*positional, **arguments)
+        return self._step(*positional, **arguments)
+
+    def _step(self, *positional: Any, **arguments: Any) -> Any:
+        optim = self.optim
+        # Torch has wrapped the step of the class to run hooks, also those that users registered for all optimizers: these
+        # have been run for the optimizer that users see. Run again, for each bucket, one that scales gradients would scale
+        # them twice. Whoever puts hooks on this very instance gets torch's way.
+        step = getattr(type(optim).step, "__wrapped__", None) if getattr(type(optim).step, "hooked", False) else None
+        if step is None or optim._optimizer_step_pre_hooks or optim._optimizer_step_post_hooks or "step" in vars(optim):
+            return optim.step(*positional, **arguments)
+        for hook in _for_parts(torch_optimizer._global_optimizer_pre_hooks):
+            hook(optim, (optim,), arguments)
+        result = step(optim, *positional, **arguments)
+        for hook in _for_parts(torch_optimizer._global_optimizer_post_hooks):
+            hook(optim, (optim,), arguments)
+        return result
 
     @property
     def num_state_bytes(self) -> int:
@@ -87,6 +103,11 @@ class LocalOptimizer:
         seen: dict[int, int] = {}
         _count(list(self.optim.state.values()), seen)
         return sum(seen.values())
+
+
+def _for_parts(hooks: Mapping[int, Any]) -> list[Any]:
+    """Those that only look, and want to see the parts of a step too: our own, which measure (`observe.live.seen`)."""
+    return [hook for hook in hooks.values() if getattr(hook, "sees_parts", False)]
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:

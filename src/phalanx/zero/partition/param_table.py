@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -111,6 +112,35 @@ class ParamTable:
         """The same parameters, which may have been converted since the table was made."""
         specs = tuple(replace(spec, dtype=param.dtype) for spec, param in zip(self.specs, self.params, strict=True))
         return replace(self, specs=specs)
+
+    def check_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Refuse groups whose lists of parameters were edited since: what is in them now has not been divided."""
+        listed = [(number, id(param)) for number, group in enumerate(groups) for param in group["params"]]
+        if listed == list(zip(self.group_of, map(id, self.params), strict=True)):
+            return
+        sizes = [len(group["params"]) for group in groups]
+        known = [self.group_of.count(number) for number in range(self.num_groups)]
+        raise ConfigError(
+            f"the parameters in `param_groups` are not those that were divided among the ranks: groups of {sizes}, divided "
+            f"were {known}. Use add_param_group() to add some and `requires_grad` to leave some out, or make the "
+            "optimizer anew."
+        )
+
+    def check_apart(self) -> None:
+        """Refuse two parameters over the same memory: ranks step parts of either, and what arrives last would win."""
+        placed = [
+            (param.data_ptr(), param.data_ptr() + spec.num_bytes, name)
+            for param, spec, name in zip(self.params, self.specs, self.names, strict=True)
+            # One with gaps in its memory (strides that the spec has not) may lie between the elements of another.
+            if spec.numel and (tuple(param.stride()) == spec.stride or spec.numel == 1)
+        ]
+        placed.sort(key=lambda place: place[:2])
+        for (_, end, name), (start, _, other) in pairwise(placed):
+            if start < end:
+                raise ConfigError(
+                    f"{name} and {other} are two parameters over the same memory, of which each rank would step another "
+                    "part. Make them one (`decoder.weight = encoder.weight`), or use a plain optimizer."
+                )
 
     def by_group(self, tensors: Iterable[tuple[int, torch.Tensor]]) -> list[list[torch.Tensor]]:
         """(parameter, tensor) pairs sorted into the groups of their parameters."""

@@ -39,7 +39,10 @@ class OwnedTensor:
 
 
 class Partition(abc.ABC):
-    """One way to divide the parameters of `table` among the ranks of `collectives`."""
+    """One way to divide the parameters of `table` among the ranks of `collectives`.
+
+    Its own `table` has the order in which it counts the elements of each parameter, which may be another than was given.
+    """
 
     # As the user writes it in `partition=`.
     name: str
@@ -68,3 +71,11 @@ class Partition(abc.ABC):
     def params_by_group(self) -> list[list[torch.Tensor]]:
         """The tensors of the local optimizer, by group."""
         return self.table.by_group((owned.index, owned.key) for owned in self.owned)
+
+
+def evaluate(closure: Any) -> Any:
+    """What a closure returns, evaluated as optimizers do that evaluate it once; None where there is none."""
+    if not callable(closure):
+        return None
+    with torch.enable_grad():
+        return closure()

@@ -32,6 +32,10 @@ CPU_SLICE_NUMEL = 196608
 Allocate = Callable[[int, torch.dtype, torch.device], torch.Tensor]
 
 
+class SparseGradient(ReductionError):
+    """A gradient that cannot be cut. Nothing has been changed yet."""
+
+
 class LiveSlice:
     """A slice of one parameter and the tensor that stands for it in the local optimizer."""
 
@@ -177,7 +181,7 @@ class Shard:
         for storage in self.storages.values():
             grad = storage.param.grad
             if grad is not None and grad.layout != torch.strided:
-                raise ReductionError(
+                raise SparseGradient(
                     f"{storage.spec.name} has a {grad.layout} gradient, which cannot be cut into slices. Use a layer with "
                     'dense gradients (Embedding(sparse=False)), or partition="parameter".'
                 )
