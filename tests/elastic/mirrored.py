@@ -48,7 +48,7 @@ class Launcher:
     """What `Member` is to a training."""
 
     def __init__(self, worlds: Iterable[int]) -> None:
-        self.number, self.interruption = 0, None
+        self.number, self.interruption, self.has_trained = 0, None, False
         self.pauses_at: set[int] = set()
         self._worlds, self._generations = iter(worlds), list[list[Files]]()
         self.formed = self._form()

@@ -195,3 +195,15 @@ def test_a_wrapped_model_that_is_trained_and_not_given_is_refused(monkeypatch: p
     refuse_what_cannot_change(Subject(given, optimizer, {}, None))
     with pytest.raises(ConfigError, match=r"Linear.*Pass the wrapper as model"):
         refuse_what_cannot_change(Subject(wrapper.module, optimizer, {}, None))
+
+
+def test_a_second_training_in_one_run_is_refused(runs: Any) -> None:
+    run = runs()
+    optimizer = SGD(run.model.parameters(), 0.1)
+    first = run.prepare(optimizer)
+    first.run(lambda training: None)
+    first._leave_group()
+    before = run.member.newest()
+    with pytest.raises(ConfigError, match=r"for the second time.*in one such function"):
+        run.prepare(optimizer).run(lambda training: pytest.fail("it was called"))
+    assert run.member.newest() == before, "what the first one kept is as it was"

@@ -258,4 +258,11 @@ MUTATIONS = (
         new="        if header == END:\n            continue\n",
         tests="tests/checkpoint/test_storage.py::test_a_writer_ends_though_somebody_else_holds_its_input",
     ),
+    Mutation(
+        name="elastic: a second training takes what the first has left for its own",
+        file="src/phalanx/elastic/refusal.py",
+        old="    member.has_trained = True\n",
+        new="",
+        tests=AROUND,
+    ),
 )

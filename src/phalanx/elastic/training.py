@@ -31,7 +31,7 @@ from .hosts.between import Between
 from .image import ImageSource, RankImage
 from .in_place import Found, InPlace, Standing
 from .keeping import Keeping, Steps, Taken
-from .refusal import refuse_what_cannot_change, wrappers_of
+from .refusal import refuse_another_training, refuse_what_cannot_change, wrappers_of
 from .telling import OnEvent, Telling, warn_of_other_launcher
 from .transaction import Passing, Transaction
 
@@ -259,6 +259,7 @@ class Training:
             warn_of_other_launcher(self._worker.rank, self._worker.world)
             self._watch_loader()
             return function(self)
+        refuse_another_training(member)
         member.leave_on_signal()
         self._enter(member)
         while True:
@@ -349,9 +350,8 @@ class Training:
         self._worker.rejoin(formed, member.interruption)
         self._go_on(formed, member, in_loop)
         paused_s, waited_s = time.monotonic() - begun, met - begun
-        self._telling.goes_on(
-            member, formed, self.step, paused_s=round(paused_s, 4), waited_s=round(waited_s, 4), why=why
-        )
+        times = {"paused_s": round(paused_s, 4), "waited_s": round(waited_s, 4)}
+        self._telling.goes_on(member, formed, self.step, **times, why=why)
 
     def _go_on(self, formed: Formed, member: Member, in_loop: bool) -> None:
         """Bind everything to the new group, and set it back to the last common commit."""

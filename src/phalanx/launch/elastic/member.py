@@ -116,6 +116,8 @@ class Member:
         self.formed: Formed | None = None
         self.timeout_s: float | None = None
         """The time limit of this worker's groups; the launcher gives nobody more than that to show a sign of life."""
+        self.has_trained = False
+        """Whether a training function was called here."""
         self._pause_at: int | None = None
         self._has_told = False  # whether the coordinator knows that this generation gets on
         self._wants_to_leave = False
