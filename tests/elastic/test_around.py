@@ -29,6 +29,11 @@ def _shrinks(optimizer: Any, params: Any) -> None:
             param.mul_(0.5)
 
 
+def _clips(optimizer: Any, params: Any) -> None:
+    for param in params:
+        param.data.clamp_(-0.3, 0.3)
+
+
 def _around(run: Run, change: Any, place: str, lost: Any) -> tuple[torch.Tensor, float]:
     """A program that changes something itself, before each step or after it; what has come of it."""
     optimizer = SGD(run.model.parameters(), 0.1)
@@ -56,7 +61,7 @@ def _around(run: Run, change: Any, place: str, lost: Any) -> tuple[torch.Tensor,
 
 @pytest.mark.parametrize("moment", ["before", "after"])
 @pytest.mark.parametrize("place", ["before the step", "after it"])
-@pytest.mark.parametrize("change", [_decays, _shrinks])
+@pytest.mark.parametrize("change", [_decays, _shrinks, _clips])
 def test_what_the_program_itself_changes_around_a_step_is_done_once(runs: Any, change: Any, place: str, moment: str) -> None:
     once = Once()
     weight, rate = _around(runs(), change, place, lambda when: once() if when == moment else None)

@@ -265,4 +265,11 @@ MUTATIONS = (
         new="",
         tests=AROUND,
     ),
+    Mutation(
+        name="elastic: what a script does to parameters through .data is not seen",
+        file=TRANSACTION,
+        old=" or (norms is not None and norms != self._norms())",
+        new="",
+        tests=AROUND,
+    ),
 )

@@ -30,7 +30,7 @@ from .decision import Decision, Report, decide
 from .hosts.between import Between
 from .image import ImageSource, RankImage
 from .in_place import Found, InPlace, Standing
-from .keeping import Keeping, Steps, Taken
+from .keeping import Keeping, Steps, Taken, looks_closely_at
 from .refusal import refuse_another_training, refuse_what_cannot_change, wrappers_of
 from .telling import OnEvent, Telling, warn_of_other_launcher
 from .transaction import Passing, Transaction
@@ -160,7 +160,8 @@ class Training:
         return self._loader is not None and self._ends_epoch == self._loader.epoch and self._loader.is_at_end
 
     def _keep_passing(self) -> Passing:
-        kept = {**self._transaction.keep(), "idle": self._num_idle}
+        # By a number that all ranks have, so that all see what is to be seen there in the same step.
+        kept = {**self._transaction.keep(looks_closely_at(self._version)), "idle": self._num_idle}
         if self._loader is not None and self._is_before_end:
             kept["parts"]["loader"] = self._loader.end_state()
         return kept
@@ -357,12 +358,11 @@ class Training:
         """Bind everything to the new group, and set it back to the last common commit."""
         self._open_image(formed, member)
         at = self._version if self._has_entered else None
-        report = self._steps.report(at)
         holds = self._has_entered and self._keeping is Keeping.HELD
         # Looked at before anybody knows what the others say, and so before anybody finishes a step of another.
         in_place = self._in_place.look(formed), self._in_place.stand(formed, member.number)
         step = None if at is None else self.step
-        mine = (report, holds, self._is_uneven, in_place, self._telling.was_in_step, step)
+        mine = (self._steps.report(at), holds, self._is_uneven, in_place, self._telling.was_in_step, step)
         said = self._worker.exchange.all_objects(mine)
         self._is_uneven = any(one[2] for one in said)
         self._telling.heard([one[5] for one in said], [one[4] for one in said])

@@ -97,7 +97,8 @@ class AfterStep:
         self._generators = generators
         self._lines = Lines.DONE
         self._noted = self._look()  # when the optimizer's step had ended
-        self._changes: int | None = None  # of trained parameters, when only step() was to change them again
+        # Of trained parameters, when only step() was to change them again; with their norms where they are looked at closely.
+        self._changes: tuple[int, list[float] | None] | None = None
         self.follows: bool | None = None
         """Whether the scheduler was stepped after the optimizer in the step before; None if there was none."""
         # ReduceLROnPlateau wants a number that only the script has; of other classes it is not known what their steps want.
@@ -106,18 +107,21 @@ class AfterStep:
         self.is_needed = scheduler is not None and not hasattr(scheduler, "last_epoch")
         """Whether a step that was cut short there cannot be completed without the script."""
 
-    def rest(self) -> None:
-        """From here on only an optimizer's step is to change trained parameters."""
-        self._changes = self._count_changes()
+    def rest(self, closely: bool = False) -> None:
+        """From here on only an optimizer's step is to change trained parameters. `closely`: what is done to `param.data`
+        counts no version, so that values are looked at, until the next rest but that of a step."""
+        self._changes = self._count_changes(), self._norms() if closely else None
 
     def check(self) -> None:
         """An optimizer's step begins, or a commit: has anything else changed them?"""
-        self.is_needed = self.is_needed or self._changes not in (None, self._count_changes())
+        if self._changes is not None and not self.is_needed:
+            count, norms = self._changes
+            self.is_needed = count != self._count_changes() or (norms is not None and norms != self._norms())
 
     def begin(self) -> None:
         """The optimizer's step has ended."""
         self._lines, self._noted = Lines.RUNNING, self._look()
-        self.rest()
+        self.rest(closely=self._changes is not None and self._changes[1] is not None)
 
     def end(self) -> None:
         """So have the lines of the script that belong to it."""
@@ -164,10 +168,17 @@ class AfterStep:
         rates = [float(group["lr"]) for group in self._scheduler.optimizer.param_groups]
         return rates == [float(rate) for rate in self._scheduler.get_last_lr()]
 
-    def _count_changes(self) -> int:
-        # By torch's own count of changes in place, which those through `.data` are not in.
+    def _trained(self) -> Iterator[torch.Tensor]:
         groups = (group for one in self._optimizers for group in one.param_groups)
-        return sum(param._version for group in groups for param in group["params"])
+        return (param for group in groups for param in group["params"])
+
+    def _count_changes(self) -> int:
+        return sum(param._version for param in self._trained())
+
+    def _norms(self) -> list[float]:
+        # Sums of absolute values: clipping makes them smaller. On a device the host would have to wait for them.
+        found = torch._foreach_norm([param.detach() for param in self._trained() if param.device.type == "cpu"], 1)
+        return [float(one) for one in found]
 
 
 def _not_scheduled(options: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
@@ -357,10 +368,10 @@ class Transaction:
 
     # -- what passes ---------------------------------------------------------------------------
 
-    def keep(self) -> Passing:
-        """What passes, as it is now. Copies."""
+    def keep(self, closely: bool = False) -> Passing:
+        """What passes, as it is now. Copies. `closely`: see `AfterStep.rest`."""
         subject, hook = self.subject, self._hook_state
-        self.after_step.rest()
+        self.after_step.rest(closely)
         return {
             "random": capture_randomness(),
             "buffers": [] if subject.model is None else [buffer.detach().clone() for buffer in subject.model.buffers()],
