@@ -67,7 +67,7 @@ class Launcher:
         """The newest version that outlives the ranks of the generation under way."""
         return newest([one.head() for one in self._generations[-1]])
 
-    def meet(self, why: str, silent: Any = ()) -> Formed:
+    def meet(self, why: str, silent: Any = (), preserve: Any = None) -> Formed:
         self.formed = self._form()
         return self.formed
 

@@ -272,4 +272,18 @@ MUTATIONS = (
         new="",
         tests=AROUND,
     ),
+    Mutation(
+        name="elastic: who waits alone writes buffers of a step that never was",
+        file=TRANSACTION,
+        old="        self.put_back(passing)\n",
+        new="",
+        tests="tests/elastic/test_undoing.py",
+    ),
+    Mutation(
+        name="elastic: what the last of a generation has written is forgotten",
+        file=COORDINATOR,
+        old="            self._shelf.preserved(message[\"generation\"], worker)\n",
+        new="            pass\n",
+        tests=MEETING,
+    ),
 )

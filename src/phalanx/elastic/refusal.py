@@ -32,6 +32,15 @@ def wrappers_of(subject: Subject) -> list[DistributedDataParallel]:
     return [one for one in inside if isinstance(one, DistributedDataParallel)]
 
 
+def refuse_other_loader(loader: object) -> None:
+    """Raise ArgumentTypeError for a loader that does not know what has been used."""
+    if loader is not None and not isinstance(loader, Loader):
+        raise ArgumentTypeError(
+            f"loader must be one of worker.loader(…), which knows what has been used, got {type(loader).__name__}. "
+            "Leave it out and call training.commit() after each step, with what says where you are in `extra`."
+        )
+
+
 def refuse_another_training(member: Member) -> None:
     """Raise ConfigError if this worker has called a training function before.
 

@@ -31,6 +31,7 @@ from ..checkpoint.source import Source
 from ..checkpoint.tree import decode
 from ..comm.hooks import HookState
 from ..errors import StateError
+from ..launch.elastic.heads import Paths
 from ..optim.in_backward import InBackward
 from ..zero.optimizer import ZeroRedundancyOptimizer
 from ..zero.state.tree import numbers_of
@@ -97,7 +98,7 @@ class AfterStep:
         self._generators = generators
         self._lines = Lines.DONE
         self._noted = self._look()  # when the optimizer's step had ended
-        # Of trained parameters, when only step() was to change them again; with their norms where they are looked at closely.
+        # Of trained parameters, when only step() was to change them again; with their norms if looked at closely.
         self._changes: tuple[int, list[float] | None] | None = None
         self.follows: bool | None = None
         """Whether the scheduler was stepped after the optimizer in the step before; None if there was none."""
@@ -281,6 +282,13 @@ class Transaction:
         # What no optimizer steps is among the pieces already.
         image.write(version, pieces, layout, self._with_options(texts), {**passing, "untrained": None})
 
+    def preserve(self, paths: Paths, version: int, passing: Passing) -> None:
+        """Write all of it, as of `passing`, to one rank's files. No optimizer has stepped since."""
+        self.put_back(passing)
+        image = RankImage(paths, 0, 1)
+        self.write(image, version, 0, 1, passing)
+        image.close()
+
     def _describe(self, rank: int, world: int) -> tuple[list[Piece], Layout, dict[str, Any]]:
         seen = list(self._dependencies())
         same = self._place == (rank, world) and len(seen) == len(self._seen)
@@ -410,11 +418,7 @@ class Transaction:
                     target._per_optimizer_states.clear()
             else:
                 set_generator_state(target, passing["extra"][name])
-        if own is not None:
-            if subject.model is not None:
-                for buffer, value in zip(subject.model.buffers(), own["buffers"], strict=True):
-                    buffer.detach().copy_(value)
-        self._untrained.give(None if own is None else own["untrained"])
+        self.put_back(own)
         self._give_options(passing["options"])
         self.after_step.forget()
         self.after_step.follows = passing["follows"]
@@ -423,6 +427,13 @@ class Transaction:
             if own is None and isinstance(self._hook_state, HookState):
                 hook = {**hook, "residuals": {}}  # what a rank still owes to the sum: one who has just come owes nothing
             self._hook_state.load_state_dict(hook if isinstance(self._hook_state, HookState) else copy.deepcopy(hook))
+
+    def put_back(self, own: Passing | None) -> None:
+        """Of what passes, the tensors of the model itself, as `own` has them; None for one who has read them."""
+        if own is not None and self.subject.model is not None:
+            for buffer, value in zip(self.subject.model.buffers(), own["buffers"], strict=True):
+                buffer.detach().copy_(value)
+        self._untrained.give(None if own is None else own["untrained"])
 
     def _give_options(self, kept: Sequence[Mapping[str, Any]]) -> None:
         """A scheduler that goes back does not take learning rates back with it."""
