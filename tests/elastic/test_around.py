@@ -202,6 +202,20 @@ def test_a_wrapped_model_that_is_trained_and_not_given_is_refused(monkeypatch: p
         refuse_what_cannot_change(Subject(wrapper.module, optimizer, {}, None))
 
 
+def test_a_run_without_an_optimizer_commits_what_it_is_told_to(runs: Any) -> None:
+    run, lost = runs(), Once()
+
+    def train(training: Any) -> None:
+        while training.step < 4:
+            if training.step == 2:
+                lost()
+            training.commit()
+
+    training = run.prepare(None)
+    training.run(train)
+    assert lost.has_happened and training.step == 4
+
+
 def test_a_second_training_in_one_run_is_refused(runs: Any) -> None:
     run = runs()
     optimizer = SGD(run.model.parameters(), 0.1)

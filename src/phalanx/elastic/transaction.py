@@ -178,8 +178,8 @@ class AfterStep:
 
     def _norms(self) -> list[float]:
         # Sums of absolute values: clipping makes them smaller. On a device the host would have to wait for them.
-        found = torch._foreach_norm([param.detach() for param in self._trained() if param.device.type == "cpu"], 1)
-        return [float(one) for one in found]
+        params = [param.detach() for param in self._trained() if param.device.type == "cpu"]
+        return [float(one) for one in torch._foreach_norm(params, 1)] if params else []
 
 
 def _not_scheduled(options: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
