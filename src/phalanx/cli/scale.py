@@ -22,6 +22,8 @@ def command(run: str, workers: int) -> int:
     """
     directory = RunDirectory(run)
     facts = directory.facts()
+    if not facts:
+        raise ConfigError(f"there is no run in {run}. Give the folder that phalanx run has named; phalanx runs lists them.")
     if facts.get("state") != "running" or not facts.get("elastic"):
         what = "is not elastic: start it with phalanx run --elastic" if facts.get("state") == "running" else "has ended"
         raise ConfigError(f"the run in {run} {what}.")
