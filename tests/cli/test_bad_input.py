@@ -20,6 +20,7 @@ pytestmark = pytest.mark.timeout(60)
         (["run"], "missing argument 'SCRIPT'"),
         (["run", "--nprc", "2", "a.py"], "no such option --nprc, did you mean --nproc?"),
         (["run", "missing.py"], "there is no script missing.py in"),
+        (["scale", "nowhere", "3"], "there is no run in nowhere. Give the folder that phalanx run has named"),
         (["run", "missing"], "Name a module with --module"),
         (["run", "."], ". is a directory. Name the script"),
         (["run", "hidden/train.py"], "hidden/torch.py hides the package torch"),

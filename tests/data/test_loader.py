@@ -401,30 +401,37 @@ def test_training_on_unequal_batches_without_the_model_is_said_once() -> None:
     assert "worker.loader(loader, model), or uneven='drop'" in results[0][0]
 
 
-def warned_of_the_end(rank: int, world: int) -> list[list[str]]:
-    norms = {"1d": nn.BatchNorm1d(1), "2d": nn.BatchNorm2d(1)}
-    models = {name: phalanx.DistributedDataParallel(nn.Sequential(nn.Linear(1, 1), norm)) for name, norm in norms.items()}
-    cases: list[tuple[int, int, str, dict[str, Any]]] = [
-        *((total, 4, "1d", {}) for total in (16, 17, 19, 20)),  # of the rest nobody has one, one, one and nobody
-        (17, 4, "1d", {"uneven": "drop"}),
-        (17, 4, "2d", {}),
-        (17, 1, "1d", {}),  # batches of one by choice
-        (7, 4, "2d", {"uneven": "drop"}),
-    ]
+def warned_of_the_end(rank: int, world: int) -> list[str]:
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        make(rank, world, DataLoader(Numbers(8), 4), uneven="drop")
+        make(rank, world, DataLoader(Numbers(7), 4), uneven="drop")
+    return [str(one.message) for one in said]
+
+
+def test_an_epoch_without_a_step_is_said_before_it() -> None:
+    (first,), second = run_ranks(2, warned_of_the_end)
+    assert "an epoch has no step at all: 7 samples are fewer than the 8 of one step over 2 ranks" in first and not second
+
+
+def normed(rank: int, world: int) -> list[list[float]]:
+    model = phalanx.DistributedDataParallel(nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1)))
     found = []
-    for total, size, norm, options in cases:
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
-            make(rank, world, DataLoader(Numbers(total), size), model=models[norm], **options)
-        found.append([str(one.message) for one in said])
+    # The rest of 8: one, of which nobody could train; three, of which somebody would get one; then batches of one by choice.
+    for total, size in ((17, 4), (19, 4), (2, 1)):
+        loader = make(rank, world, DataLoader(Numbers(total), size), model=model)
+        counts = []
+        model.train(size > 1)
+        for x in loader:
+            model(x.float().view(-1, 1)).sum().backward()
+            counts.append(loader.count)
+        assert len(counts) == len(loader)
+        found.append(counts)
     return found
 
 
-def test_an_end_that_batchnorm_refuses_or_that_leaves_nothing_is_said_before_the_epoch() -> None:
-    first, second = run_ranks(2, warned_of_the_end)
-    assert [len(said) for said in first] == [0, 1, 1, 0, 0, 0, 0, 1] and not any(second)
-    assert "the last step of an epoch has 1 of 17 samples" in first[1][0] and "BatchNorm ('module.1')" in first[1][0]
-    assert "an epoch has no step at all: 7 samples are fewer than the 8 of one step over 2 ranks" in first[7][0]
+def test_nobody_gets_a_single_sample_of_an_epochs_rest_where_a_layer_refuses_it() -> None:
+    assert run_ranks(2, normed) == [[[4, 5], [4, 4, 3], [1]], [[4, 4], [4, 4, 0], [1]]]
 
 
 def different_loaders(rank: int, world: int) -> str:

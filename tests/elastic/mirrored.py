@@ -48,7 +48,7 @@ class Launcher:
     """What `Member` is to a training."""
 
     def __init__(self, worlds: Iterable[int]) -> None:
-        self.number, self.interruption = 0, None
+        self.number, self.interruption, self.has_trained = 0, None, False
         self.pauses_at: set[int] = set()
         self._worlds, self._generations = iter(worlds), list[list[Files]]()
         self.formed = self._form()
@@ -67,7 +67,7 @@ class Launcher:
         """The newest version that outlives the ranks of the generation under way."""
         return newest([one.head() for one in self._generations[-1]])
 
-    def meet(self, why: str, silent: Any = ()) -> Formed:
+    def meet(self, why: str, silent: Any = (), preserve: Any = None) -> Formed:
         self.formed = self._form()
         return self.formed
 

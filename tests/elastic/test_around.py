@@ -29,6 +29,11 @@ def _shrinks(optimizer: Any, params: Any) -> None:
             param.mul_(0.5)
 
 
+def _clips(optimizer: Any, params: Any) -> None:
+    for param in params:
+        param.data.clamp_(-0.3, 0.3)
+
+
 def _around(run: Run, change: Any, place: str, lost: Any) -> tuple[torch.Tensor, float]:
     """A program that changes something itself, before each step or after it; what has come of it."""
     optimizer = SGD(run.model.parameters(), 0.1)
@@ -56,7 +61,7 @@ def _around(run: Run, change: Any, place: str, lost: Any) -> tuple[torch.Tensor,
 
 @pytest.mark.parametrize("moment", ["before", "after"])
 @pytest.mark.parametrize("place", ["before the step", "after it"])
-@pytest.mark.parametrize("change", [_decays, _shrinks])
+@pytest.mark.parametrize("change", [_decays, _shrinks, _clips])
 def test_what_the_program_itself_changes_around_a_step_is_done_once(runs: Any, change: Any, place: str, moment: str) -> None:
     once = Once()
     weight, rate = _around(runs(), change, place, lambda when: once() if when == moment else None)
@@ -195,3 +200,29 @@ def test_a_wrapped_model_that_is_trained_and_not_given_is_refused(monkeypatch: p
     refuse_what_cannot_change(Subject(given, optimizer, {}, None))
     with pytest.raises(ConfigError, match=r"Linear.*Pass the wrapper as model"):
         refuse_what_cannot_change(Subject(wrapper.module, optimizer, {}, None))
+
+
+def test_a_run_without_an_optimizer_commits_what_it_is_told_to(runs: Any) -> None:
+    run, lost = runs(), Once()
+
+    def train(training: Any) -> None:
+        while training.step < 4:
+            if training.step == 2:
+                lost()
+            training.commit()
+
+    training = run.prepare(None)
+    training.run(train)
+    assert lost.has_happened and training.step == 4
+
+
+def test_a_second_training_in_one_run_is_refused(runs: Any) -> None:
+    run = runs()
+    optimizer = SGD(run.model.parameters(), 0.1)
+    first = run.prepare(optimizer)
+    first.run(lambda training: None)
+    first._leave_group()
+    before = run.member.newest()
+    with pytest.raises(ConfigError, match=r"for the second time.*in one such function"):
+        run.prepare(optimizer).run(lambda training: pytest.fail("it was called"))
+    assert run.member.newest() == before, "what the first one kept is as it was"

@@ -22,7 +22,7 @@ NOW = 0.0
 class Run:
     """A coordinator and what it asks of its owner."""
 
-    def __init__(self, wanted: int, **limits: float) -> None:
+    def __init__(self, wanted: int, fewest: int = 1, **limits: float) -> None:
         self.events: list[dict[str, Any]] = []
         self.killed: list[int] = []
         self.woken: list[int] = []
@@ -30,7 +30,7 @@ class Run:
         self.lines: dict[int, Line] = {}
         self.pages: dict[int, Page] = {}
         self.coordinator = Coordinator(
-            Limits(1, wanted, wanted + 1, **limits),  # type: ignore[arg-type]
+            Limits(fewest, wanted, wanted + 1, **limits),  # type: ignore[arg-type]
             self._ask,
             lambda worker, why: self.killed.append(worker),
             self.woken.append,
@@ -139,6 +139,32 @@ def test_what_all_have_written_is_offered_though_its_writers_are_lost(run: Run) 
     run.says(3, "arrived")
     (formed,) = run.hears(3)
     assert (formed["version"], formed["members_before"], formed["members"]) == (4, [0, 1, 2], [3])
+
+
+def test_what_the_last_of_a_generation_has_written_is_offered_though_it_is_lost_while_it_waits() -> None:
+    from phalanx.launch.elastic.heads import SLOT
+
+    run = Run(3, fewest=2)
+    try:
+        for worker in range(3):
+            run.says(worker, "arrived")
+        images = run.hears(1)[0]["images"]
+        run.says(0, "committed", version=4)
+        for lost in (0, 2):
+            run.coordinator.ended(lost, False, NOW)
+        run.says(1, "arrived")
+        assert [one["is"] for one in run.hears(1)] == ["preserve"], "asked once"
+        with open(Paths.of(images[1]).head, "r+b") as head:
+            head.write(SLOT.pack(4, 0, 0, 0))
+        run.says(1, "preserved", generation=1, version=4)
+        run.coordinator.ended(1, False, NOW)
+        run.start()
+        for worker in (3, 4):
+            run.says(worker, "arrived")
+        formed = run.hears(4)[0]
+        assert (formed["version"], formed["members_before"], formed["before"]) == (4, [1], [images[1]])
+    finally:
+        run.close()
 
 
 def test_a_straggler_is_named_and_left_alone(run: Run) -> None:

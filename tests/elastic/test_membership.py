@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.launch.elastic.actions import Action, Break, Dismiss, Form, GiveUp, Kill, Pause, Start, Wake
+from phalanx.launch.elastic.actions import Action, Break, Dismiss, Form, GiveUp, Kill, Pause, Preserve, Start, Wake
 from phalanx.launch.elastic.membership import Limits, Membership, RunState, WorkerState
 from tests.elastic.world import Event, World, check_order
 
@@ -121,6 +121,16 @@ def test_the_survivors_of_a_death_are_formed_and_the_dead_one_is_replaced() -> N
     assert machine.arrived(3, 2) == [Pause()]
     assert machine.arrived(2, 3) == [Break(2, (0, 2), 2)]
     assert machine.arrived(0, 3) == [Form(3, (0, 2, 3))]
+
+
+def test_the_last_of_a_generation_is_asked_to_preserve_what_it_holds_while_it_waits() -> None:
+    machine = _formed(fewest=2)
+    machine.ended(0, False, 1)
+    assert Preserve(1) not in machine.arrived(1, 1), "another may still come"
+    assert Preserve(1) in machine.ended(2, False, 1)
+    machine.started(3, 1)
+    assert Preserve(1) not in machine.tick(2), "once"
+    assert machine.arrived(3, 2) == [Form(2, (1, 3))]
 
 
 def test_a_host_goes_with_its_workers_and_only_as_many_are_wanted_as_have_a_place() -> None:

@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau, StepLR
 
 import phalanx
 from phalanx.checkpoint.capture import Subject
+from phalanx.elastic.image import ImageSource
 from phalanx.elastic.keeping import Keeping
 from phalanx.elastic.refusal import refuse_what_cannot_change
 from phalanx.elastic.transaction import Transaction
@@ -352,6 +353,35 @@ def test_one_rank_that_is_left_keeps_what_was_written_until_it_has_written_the_n
     training.run(train)
     # Of the meeting, of which nothing outlives anybody yet, and of the one commit that follows.
     assert lost.has_happened and found == [-1, 4]
+
+
+def test_who_waits_alone_writes_what_it_holds_as_of_its_last_commit(runs: Any) -> None:
+    run, lost, found = runs(), Once(), []
+    run.model = torch.nn.Sequential(torch.nn.BatchNorm1d(2), torch.nn.Linear(2, 1))
+    optimizer = SGD(run.model.parameters(), 0.1)
+    meet = run.member.meet
+
+    def meet_alone(why: str, silent: Any, preserve: Any) -> Any:
+        paths, version = run.member.formed.images[0], preserve()
+        source = ImageSource([paths], version)
+        found.append((version, {name: source.whole(f"model/{name}").clone() for name in run.model.state_dict()}))
+        return meet(why, silent)
+
+    def train(training: Any) -> None:
+        while training.step < 5:
+            before = {name: value.clone() for name, value in run.model.state_dict().items()}
+            run.model(torch.randn(4, 2)).square().mean().backward()
+            if training.step == 3:
+                found.append(before)
+                lost()
+            optimizer.step()
+            optimizer.zero_grad()
+            training.commit()
+
+    run.member.meet = meet_alone
+    run.prepare(optimizer).run(train)
+    expected, (version, written) = found[:2]
+    assert version == 3 and all(torch.equal(written[name], value) for name, value in expected.items())
 
 
 class Residuals:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from phalanx.launch.elastic.actions import Action, Break, Dismiss, Form, GiveUp, Kill, Pause, Start, Wake
+from phalanx.launch.elastic.actions import Action, Break, Dismiss, Form, GiveUp, Kill, Pause, Preserve, Start, Wake
 from phalanx.launch.elastic.membership import Limits, Membership, RunState, WorkerState
 
 Event = tuple[Any, ...]
@@ -294,6 +294,10 @@ class World:
                 case Pause():
                     assert self.machine.state is RunState.RUNNING, "only who trains can pause"
                     self.is_paused = True
+                case Preserve(worker):
+                    assert self.machine.state is RunState.GATHERING
+                    left = [one for one in self.machine.members if one in self.processes and one not in self.given_up]
+                    assert left == [worker]
                 case GiveUp(why):
                     assert not self.failure, "given up twice"
                     self.failure = why

@@ -258,4 +258,32 @@ MUTATIONS = (
         new="        if header == END:\n            continue\n",
         tests="tests/checkpoint/test_storage.py::test_a_writer_ends_though_somebody_else_holds_its_input",
     ),
+    Mutation(
+        name="elastic: a second training takes what the first has left for its own",
+        file="src/phalanx/elastic/refusal.py",
+        old="    member.has_trained = True\n",
+        new="",
+        tests=AROUND,
+    ),
+    Mutation(
+        name="elastic: what a script does to parameters through .data is not seen",
+        file=TRANSACTION,
+        old=" or (norms is not None and norms != self._norms())",
+        new="",
+        tests=AROUND,
+    ),
+    Mutation(
+        name="elastic: who waits alone writes buffers of a step that never was",
+        file=TRANSACTION,
+        old="        self.put_back(passing)\n",
+        new="",
+        tests="tests/elastic/test_undoing.py",
+    ),
+    Mutation(
+        name="elastic: what the last of a generation has written is forgotten",
+        file=COORDINATOR,
+        old="            self._shelf.preserved(message[\"generation\"], worker)\n",
+        new="            pass\n",
+        tests=MEETING,
+    ),
 )

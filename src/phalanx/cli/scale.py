@@ -24,7 +24,7 @@ def command(run: str, workers: int) -> int:
     directory = RunDirectory(run)
     facts = directory.facts()
     if not facts:
-        raise ConfigError(f"{run} is no run directory. `phalanx runs` lists those there are.")
+        raise ConfigError(f"there is no run in {run}. Give the folder that phalanx run has named; phalanx runs lists them.")
     # Asked of the launcher, where it is on this host: one that was killed has not written down that the run is over.
     info = RunInfo(directory.root, facts, 0.0)
     if not info.is_running:

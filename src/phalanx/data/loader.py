@@ -78,7 +78,8 @@ class Loader:
         self._exchange, self._device, self._count_of = exchange, device, count
         self._warns = uneven is None and self._model is None
         ending = uneven or ("join" if self._model is None else "weight")
-        self._given, self._settings, self._sharded = loader, Settings(ending, split_batches), sharded
+        least = 2 if _takes_no_single(self._model) else 1
+        self._given, self._settings, self._sharded = loader, Settings(ending, split_batches, least), sharded
         # First: ranks that mean to read in different ways would not even meet in the same collectives.
         self._check_same(loader, sharded)
         self._source: Source = source_of(loader, exchange, self._settings, sharded)
@@ -299,7 +300,7 @@ class Loader:
 
     def _warn_of_ending(self) -> None:
         """Say at once what an epoch would end with, or would not have at all or not anew: an epoch may take hours."""
-        for hazard in (self._source.hazard(_takes_no_single(self._model)), self._source.staleness):
+        for hazard in (self._source.hazard(), self._source.staleness):
             if hazard and self._exchange.rank == 0:
                 warnings.warn(f"rank 0: {hazard}", stacklevel=users_stacklevel())
 
@@ -339,11 +340,11 @@ def _being_handled() -> int | None:
     return None if error is None else id(error)
 
 
-def _takes_no_single(model: nn.Module | None) -> str:
-    """The first layer that may refuse a batch of one sample in training, by name; "" if there is none."""
-    layers = () if model is None else model.named_modules()
+def _takes_no_single(model: nn.Module | None) -> bool:
+    """Whether some layer may refuse a batch of one sample in training. Whether it trains now is not looked at: that may
+    differ between ranks when some of them come to others who are in an evaluation."""
     # Over images a batch of one has many values per channel; and SyncBatchNorm looks at the batches of all ranks.
-    return next((name for name, layer in layers if isinstance(layer, nn.BatchNorm1d) and layer.training), "")
+    return model is not None and any(isinstance(layer, nn.BatchNorm1d) for layer in model.modules())
 
 
 def _wrapper(model: nn.Module | None) -> DistributedDataParallel | None:

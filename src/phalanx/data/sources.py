@@ -54,6 +54,8 @@ class Settings:
     ending: str
     """What becomes of an uneven end: "weight", "join" or "drop"."""
     split_batches: bool = False
+    least: int = 1
+    """No rank gets fewer samples in a step, unless it gets none: 2 for a model that refuses a batch of one."""
 
 
 class Source(abc.ABC):
@@ -88,8 +90,8 @@ class Source(abc.ABC):
         """Whether an epoch has nothing after `position`, as far as is known without reading on."""
         return False
 
-    def hazard(self, takes_no_single: str) -> str:
-        """What is wrong with the end of every epoch, in words; `takes_no_single` is a layer that refuses a batch of one."""
+    def hazard(self) -> str:
+        """What is wrong with every epoch, in words."""
         return ""
 
     @property
@@ -150,13 +152,14 @@ class _Dealt(Source):
         self._order = EpochOrder(sampler, exchange)
         self._global_batch = global_batch
         self._drop = settings.ending == "drop" or bool(given.drop_last)
+        self._least = 1  # in units; those of other sources than `Samples` are whole batches
         self._planned = _Planned()
         self._loader = self._again(dataset=given.dataset, batch_sampler=self._planned)
 
     def __len__(self) -> int:
         rank, world = self._exchange.rank, self._exchange.world
         fills = self._settings.ending == "weight"
-        return num_shares(len(self._order), self._global_batch, rank, world, self._drop, fills)
+        return num_shares(len(self._order), self._global_batch, rank, world, self._drop, fills, self._least)
 
     @property
     def digest(self) -> str:
@@ -177,14 +180,15 @@ class _Dealt(Source):
             yield Batch(value, self._num_samples(order, share), share.end, share.is_even)
 
     def _deal(self, position: int, total: int) -> Iterator[Share]:
-        return deal(position, total, self._global_batch, self._exchange.rank, self._exchange.world, self._drop)
+        rank, world = self._exchange.rank, self._exchange.world
+        return deal(position, total, self._global_batch, rank, world, self._drop, self._least)
 
     def _stand_in(self, share: Share) -> Share:
         """What a rank without samples loads: the last ones, as many as ever.
 
         Not one sample alone: layers that look at the whole batch, such as BatchNorm, refuse a batch of one.
         """
-        size = max(1, self._global_batch // self._exchange.world)
+        size = max(self._least, self._global_batch // self._exchange.world)
         return Share(max(0, share.start - size), share.start, share.end, False)
 
     @abc.abstractmethod
@@ -204,10 +208,11 @@ class Samples(_Dealt):
         size = given.batch_size or 1
         global_batch = size if settings.split_batches else size * exchange.world
         super().__init__(given, exchange, settings, given.sampler, global_batch)
+        self._least = min(settings.least, size)  # batches of one by choice are not our business
         if given.batch_size is None:
             self._loader = self._again(dataset=given.dataset, batch_size=None, sampler=self._planned)
 
-    def hazard(self, takes_no_single: str) -> str:
+    def hazard(self) -> str:
         try:
             total, world = len(self._order), self._exchange.world
         except TypeError:
@@ -218,13 +223,6 @@ class Samples(_Dealt):
                 f"an epoch has no step at all: {total} samples are fewer than the {self._global_batch} of one step over "
                 f"{world} ranks, and an incomplete step is left out. Use smaller batches, or leave out drop_last and "
                 "uneven='drop'."
-            )
-        # Divided among the ranks, so few leave one to some rank. Batches of one by choice are not our business.
-        if takes_no_single and 0 < rest < 2 * world and world < self._global_batch and not self._drop:
-            return (
-                f"the last step of an epoch has {rest} of {total} samples, so that some rank gets a single one, which "
-                f"BatchNorm ('{takes_no_single}') refuses in training. Pass drop_last=True to the DataLoader, or "
-                "uneven='drop' to worker.loader."
             )
         return ""
 

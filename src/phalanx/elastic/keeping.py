@@ -29,6 +29,12 @@ class Keeping(enum.Enum):
     IN_PLACE = enum.auto()
 
 
+def looks_closely_at(version: int) -> bool:
+    """Whether it is looked at, until the next commit, if a script changes trained parameters through `.data`: at the first
+    steps, in which those show who do so at every step, and then now and then, since it costs a reading of all of them."""
+    return version < 8 or version % 32 == 0
+
+
 @dataclass(frozen=True, slots=True)
 class Taken:
     """From where this worker goes on: what was learnt is in `source`, or here already if that is None."""

@@ -13,6 +13,7 @@ from ..data.loader import Loader
 from ..ddp import DistributedDataParallel
 from ..ddp.wrappers import known_wrappers
 from ..errors import ArgumentTypeError, ConfigError
+from ..launch.elastic.member import Member
 from ..zero.optimizer import ZeroRedundancyOptimizer
 
 
@@ -29,6 +30,30 @@ def wrappers_of(subject: Subject) -> list[DistributedDataParallel]:
         return [subject.ddp]
     inside = () if subject.model is None else subject.model.modules()
     return [one for one in inside if isinstance(one, DistributedDataParallel)]
+
+
+def refuse_other_loader(loader: object) -> None:
+    """Raise ArgumentTypeError for a loader that does not know what has been used."""
+    if loader is not None and not isinstance(loader, Loader):
+        raise ArgumentTypeError(
+            f"loader must be one of worker.loader(…), which knows what has been used, got {type(loader).__name__}. "
+            "Leave it out and call training.commit() after each step, with what says where you are in `extra`."
+        )
+
+
+def refuse_another_training(member: Member) -> None:
+    """Raise ConfigError if this worker has called a training function before.
+
+    Files of state have the steps of one training. And who comes begins the script from its start: it would call the first
+    function while the others are in the second.
+    """
+    if member.has_trained:
+        raise ConfigError(
+            "an elastic run has one training, and this worker calls a function decorated with phalanx.elastic.run for the "
+            "second time. Do all of it in one such function: training.epochs(...) may be called several times, and "
+            "training.step says how far it is."
+        )
+    member.has_trained = True
 
 
 def refuse_what_cannot_change(subject: Subject) -> None:

@@ -20,7 +20,7 @@ import torch
 from ..checkpoint.capture import Subject
 from ..comm.failure.interruption import awaited
 from ..data.loader import Loader
-from ..errors import ArgumentTypeError, CollectiveTimeout, ConfigError, MismatchError, PeerFailure, StateError
+from ..errors import CollectiveTimeout, ConfigError, MismatchError, PeerFailure, StateError
 from ..launch.bootstrap import is_consequence
 from ..launch.elastic.heads import VOID
 from ..launch.elastic.member import Formed, Member
@@ -30,8 +30,8 @@ from .decision import Decision, Report, decide
 from .hosts.between import Between
 from .image import ImageSource, RankImage
 from .in_place import Found, InPlace, Standing
-from .keeping import Keeping, Steps, Taken
-from .refusal import refuse_what_cannot_change, wrappers_of
+from .keeping import Keeping, Steps, Taken, looks_closely_at
+from .refusal import refuse_another_training, refuse_other_loader, refuse_what_cannot_change, wrappers_of
 from .telling import OnEvent, Telling, warn_of_other_launcher
 from .transaction import Passing, Transaction
 
@@ -63,15 +63,11 @@ def run(
         @functools.wraps(function)
         def trained(*args: P.args, **kwargs: P.kwargs) -> T:
             training = Training(model, optimizer, scheduler, loader, extra, on_event)
-            return training.run(functools.partial(_call, function, args, kwargs))
+            return training.run(lambda training: function(training, *args, **kwargs))
 
         return trained
 
     return decorate
-
-
-def _call(function: Callable[..., T], args: Any, kwargs: Any, training: Training) -> T:
-    return function(training, *args, **kwargs)
 
 
 class Training:
@@ -89,11 +85,7 @@ class Training:
         worker = current_worker()
         if worker is None:
             raise ConfigError("call phalanx.init() before the training function: it joins the others.")
-        if loader is not None and not isinstance(loader, Loader):
-            raise ArgumentTypeError(
-                f"loader must be one of worker.loader(…), which knows what has been used, got {type(loader).__name__}. "
-                "Leave it out and call training.commit() after each step, with what says where you are in `extra`."
-            )
+        refuse_other_loader(loader)
         self._worker, self._member = worker, worker.member
         self._loader, self._telling = loader, Telling(on_event)
         self._subject = Subject(model, optimizer, {"scheduler": scheduler, "loader": loader}, extra)
@@ -160,7 +152,8 @@ class Training:
         return self._loader is not None and self._ends_epoch == self._loader.epoch and self._loader.is_at_end
 
     def _keep_passing(self) -> Passing:
-        kept = {**self._transaction.keep(), "idle": self._num_idle}
+        # By a number that all ranks have, so that all see what is to be seen there in the same step.
+        kept = {**self._transaction.keep(looks_closely_at(self._version)), "idle": self._num_idle}
         if self._loader is not None and self._is_before_end:
             kept["parts"]["loader"] = self._loader.end_state()
         return kept
@@ -259,6 +252,7 @@ class Training:
             warn_of_other_launcher(self._worker.rank, self._worker.world)
             self._watch_loader()
             return function(self)
+        refuse_another_training(member)
         member.leave_on_signal()
         self._enter(member)
         while True:
@@ -344,25 +338,30 @@ class Training:
 
     def _meet(self, member: Member, why: str, silent: tuple[int, ...] = (), in_loop: bool = False) -> None:
         begun = time.monotonic()
-        formed = member.meet(why, silent)
+        formed = member.meet(why, silent, functools.partial(self._preserve, member.formed))
         met = time.monotonic()
         self._worker.rejoin(formed, member.interruption)
         self._go_on(formed, member, in_loop)
         paused_s, waited_s = time.monotonic() - begun, met - begun
-        self._telling.goes_on(
-            member, formed, self.step, paused_s=round(paused_s, 4), waited_s=round(waited_s, 4), why=why
-        )
+        times = {"paused_s": round(paused_s, 4), "waited_s": round(waited_s, 4)}
+        self._telling.goes_on(member, formed, self.step, **times, why=why)
+
+    def _preserve(self, last: Formed | None) -> int | None:
+        """Write all that is held, which nobody else has who is left. None if it cannot be had: a step had begun there."""
+        if last is None or not self._has_entered or self._keeping is not Keeping.HELD or self._steps.begun:
+            return None
+        self._transaction.preserve(last.images[last.rank], self._version, self._kept)
+        return self._version
 
     def _go_on(self, formed: Formed, member: Member, in_loop: bool) -> None:
         """Bind everything to the new group, and set it back to the last common commit."""
         self._open_image(formed, member)
         at = self._version if self._has_entered else None
-        report = self._steps.report(at)
         holds = self._has_entered and self._keeping is Keeping.HELD
         # Looked at before anybody knows what the others say, and so before anybody finishes a step of another.
         in_place = self._in_place.look(formed), self._in_place.stand(formed, member.number)
         step = None if at is None else self.step
-        mine = (report, holds, self._is_uneven, in_place, self._telling.was_in_step, step)
+        mine = (self._steps.report(at), holds, self._is_uneven, in_place, self._telling.was_in_step, step)
         said = self._worker.exchange.all_objects(mine)
         self._is_uneven = any(one[2] for one in said)
         self._telling.heard([one[5] for one in said], [one[4] for one in said])

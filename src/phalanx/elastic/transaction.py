@@ -31,6 +31,7 @@ from ..checkpoint.source import Source
 from ..checkpoint.tree import decode
 from ..comm.hooks import HookState
 from ..errors import StateError
+from ..launch.elastic.heads import Paths
 from ..optim.in_backward import InBackward
 from ..zero.optimizer import ZeroRedundancyOptimizer
 from ..zero.state.tree import numbers_of
@@ -97,7 +98,8 @@ class AfterStep:
         self._generators = generators
         self._lines = Lines.DONE
         self._noted = self._look()  # when the optimizer's step had ended
-        self._changes: int | None = None  # of trained parameters, when only step() was to change them again
+        # Of trained parameters, when only step() was to change them again; with their norms if looked at closely.
+        self._changes: tuple[int, list[float] | None] | None = None
         self.follows: bool | None = None
         """Whether the scheduler was stepped after the optimizer in the step before; None if there was none."""
         # ReduceLROnPlateau wants a number that only the script has; of other classes it is not known what their steps want.
@@ -106,18 +108,21 @@ class AfterStep:
         self.is_needed = scheduler is not None and not hasattr(scheduler, "last_epoch")
         """Whether a step that was cut short there cannot be completed without the script."""
 
-    def rest(self) -> None:
-        """From here on only an optimizer's step is to change trained parameters."""
-        self._changes = self._count_changes()
+    def rest(self, closely: bool = False) -> None:
+        """From here on only an optimizer's step is to change trained parameters. `closely`: what is done to `param.data`
+        counts no version, so that values are looked at, until the next rest but that of a step."""
+        self._changes = self._count_changes(), self._norms() if closely else None
 
     def check(self) -> None:
         """An optimizer's step begins, or a commit: has anything else changed them?"""
-        self.is_needed = self.is_needed or self._changes not in (None, self._count_changes())
+        if self._changes is not None and not self.is_needed:
+            count, norms = self._changes
+            self.is_needed = count != self._count_changes() or (norms is not None and norms != self._norms())
 
     def begin(self) -> None:
         """The optimizer's step has ended."""
         self._lines, self._noted = Lines.RUNNING, self._look()
-        self.rest()
+        self.rest(closely=self._changes is not None and self._changes[1] is not None)
 
     def end(self) -> None:
         """So have the lines of the script that belong to it."""
@@ -164,10 +169,17 @@ class AfterStep:
         rates = [float(group["lr"]) for group in self._scheduler.optimizer.param_groups]
         return rates == [float(rate) for rate in self._scheduler.get_last_lr()]
 
-    def _count_changes(self) -> int:
-        # By torch's own count of changes in place, which those through `.data` are not in.
+    def _trained(self) -> Iterator[torch.Tensor]:
         groups = (group for one in self._optimizers for group in one.param_groups)
-        return sum(param._version for group in groups for param in group["params"])
+        return (param for group in groups for param in group["params"])
+
+    def _count_changes(self) -> int:
+        return sum(param._version for param in self._trained())
+
+    def _norms(self) -> list[float]:
+        # Sums of absolute values: clipping makes them smaller. On a device the host would have to wait for them.
+        params = [param.detach() for param in self._trained() if param.device.type == "cpu"]
+        return [float(one) for one in torch._foreach_norm(params, 1)] if params else []
 
 
 def _not_scheduled(options: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
@@ -270,6 +282,13 @@ class Transaction:
         # What no optimizer steps is among the pieces already.
         image.write(version, pieces, layout, self._with_options(texts), {**passing, "untrained": None})
 
+    def preserve(self, paths: Paths, version: int, passing: Passing) -> None:
+        """Write all of it, as of `passing`, to one rank's files. No optimizer has stepped since."""
+        self.put_back(passing)
+        image = RankImage(paths, 0, 1)
+        self.write(image, version, 0, 1, passing)
+        image.close()
+
     def _describe(self, rank: int, world: int) -> tuple[list[Piece], Layout, dict[str, Any]]:
         seen = list(self._dependencies())
         same = self._place == (rank, world) and len(seen) == len(self._seen)
@@ -357,10 +376,10 @@ class Transaction:
 
     # -- what passes ---------------------------------------------------------------------------
 
-    def keep(self) -> Passing:
-        """What passes, as it is now. Copies."""
+    def keep(self, closely: bool = False) -> Passing:
+        """What passes, as it is now. Copies. `closely`: see `AfterStep.rest`."""
         subject, hook = self.subject, self._hook_state
-        self.after_step.rest()
+        self.after_step.rest(closely)
         return {
             "random": capture_randomness(),
             "buffers": [] if subject.model is None else [buffer.detach().clone() for buffer in subject.model.buffers()],
@@ -399,11 +418,7 @@ class Transaction:
                     target._per_optimizer_states.clear()
             else:
                 set_generator_state(target, passing["extra"][name])
-        if own is not None:
-            if subject.model is not None:
-                for buffer, value in zip(subject.model.buffers(), own["buffers"], strict=True):
-                    buffer.detach().copy_(value)
-        self._untrained.give(None if own is None else own["untrained"])
+        self.put_back(own)
         self._give_options(passing["options"])
         self.after_step.forget()
         self.after_step.follows = passing["follows"]
@@ -412,6 +427,13 @@ class Transaction:
             if own is None and isinstance(self._hook_state, HookState):
                 hook = {**hook, "residuals": {}}  # what a rank still owes to the sum: one who has just come owes nothing
             self._hook_state.load_state_dict(hook if isinstance(self._hook_state, HookState) else copy.deepcopy(hook))
+
+    def put_back(self, own: Passing | None) -> None:
+        """Of what passes, the tensors of the model itself, as `own` has them; None for one who has read them."""
+        if own is not None and self.subject.model is not None:
+            for buffer, value in zip(self.subject.model.buffers(), own["buffers"], strict=True):
+                buffer.detach().copy_(value)
+        self._untrained.give(None if own is None else own["untrained"])
 
     def _give_options(self, kept: Sequence[Mapping[str, Any]]) -> None:
         """A scheduler that goes back does not take learning rates back with it."""

@@ -57,10 +57,17 @@ class Dismiss:
 
 
 @dataclass(frozen=True, slots=True)
+class Preserve:
+    """A worker at the meeting is the last of its generation, and waits for others: what it holds should outlive it."""
+
+    worker: int
+
+
+@dataclass(frozen=True, slots=True)
 class GiveUp:
     """The run cannot go on."""
 
     why: str
 
 
-Action = Start | Kill | Wake | Break | Pause | Form | Dismiss | GiveUp
+Action = Start | Kill | Wake | Break | Pause | Form | Dismiss | Preserve | GiveUp

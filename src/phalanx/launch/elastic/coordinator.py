@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from phalanx.launch.elastic.actions import Action, Break, Dismiss, Form, GiveUp, Kill, Pause, Start, Wake
+from phalanx.launch.elastic.actions import Action, Break, Dismiss, Form, GiveUp, Kill, Pause, Preserve, Start, Wake
 from phalanx.launch.elastic.heads import VOID
 from phalanx.launch.elastic.hosts.here import variables_of
 from phalanx.launch.elastic.hosts.shelf import Shelf
@@ -246,6 +246,8 @@ class Coordinator:
                     self._lines[other].send({"is": "pause", "at": message["at"]})
         elif kind == "leaving":
             self._do(current.wants_to_leave(worker, now))
+        elif kind == "preserved":
+            self._shelf.preserved(message["generation"], worker)
         elif kind == "lost state":
             self._lost_state(message.get("absent", ()), now)
         elif kind == "event":
@@ -298,6 +300,10 @@ class Coordinator:
                     self._note("left", worker)
                     if worker in self._lines:
                         self._lines[worker].send({"is": "dismiss"})
+                case Preserve(worker):
+                    # Between hosts the ranks find out who has what; they know of no such copy.
+                    if self._elsewhere is None and worker in self._lines:
+                        self._lines[worker].send({"is": "preserve"})
                 case GiveUp(why):
                     self.failure = why
 

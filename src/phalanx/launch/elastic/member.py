@@ -9,7 +9,7 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,6 +116,8 @@ class Member:
         self.formed: Formed | None = None
         self.timeout_s: float | None = None
         """The time limit of this worker's groups; the launcher gives nobody more than that to show a sign of life."""
+        self.has_trained = False
+        """Whether a training function was called here."""
         self._pause_at: int | None = None
         self._has_told = False  # whether the coordinator knows that this generation gets on
         self._wants_to_leave = False
@@ -140,8 +142,14 @@ class Member:
         assert self.formed is not None, "it is a member of a generation"
         return GenerationOver(self._page, self.formed.generation, self.formed.rank)
 
-    def meet(self, why: str = "", silent_ranks: Sequence[int] = ()) -> Formed:
-        """Come to the meeting and wait until the next generation is formed. Raises Dismissed if without this worker."""
+    def meet(
+        self, why: str = "", silent_ranks: Sequence[int] = (), preserve: Callable[[], int | None] = lambda: None
+    ) -> Formed:
+        """Come to the meeting and wait until the next generation is formed. Raises Dismissed if without this worker.
+
+        `preserve` is called if this one is the last of its generation and waits for others: it writes what it holds, and
+        returns the version.
+        """
         before = self.formed
         silent = [] if before is None else [before.members[rank] for rank in silent_ranks if rank < before.world]
         generation = 0 if before is None else before.generation
@@ -153,6 +161,8 @@ class Member:
                 raise StateError("the launcher of this elastic run has ended. Start the run again.")
             if message["is"] == "dismiss":
                 raise Dismissed
+            if message["is"] == "preserve" and (version := preserve()) is not None:
+                self._line.send({"is": "preserved", "generation": generation, "version": version})
             if message["is"] == "form":
                 self._pause_at, self._has_told = None, False
                 self.formed = Formed.of(message)

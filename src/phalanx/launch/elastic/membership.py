@@ -23,7 +23,7 @@ import enum
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
-from phalanx.launch.elastic.actions import Action, Break, Dismiss, Form, GiveUp, Kill, Pause, Start, Wake
+from phalanx.launch.elastic.actions import Action, Break, Dismiss, Form, GiveUp, Kill, Pause, Preserve, Start, Wake
 
 
 class WorkerState(enum.Enum):
@@ -92,6 +92,7 @@ class Membership:
     _lost_new: int = 0  # in a row, workers that came to others who trained and were lost before a step with them
     _proven: set[int] = field(default_factory=set)  # who has been a member when a step was completed
     _crashed: int | None = None  # a member that ended badly after another had finished, so that nobody replaces it
+    _preserves: int = 0  # the generation whose last member was asked to write what it holds
     _is_broken: bool = False  # whether the members know that their generation is over
     # The host on which each worker was started; and those that must have a worker in the next generation, since their
     # launchers keep a part of the state that nobody else has.
@@ -385,7 +386,9 @@ class Membership:
         # At first all that were asked for are waited for: a run is not begun by whoever is first.
         needed = self.wanted if self.generation == 0 and comes and not is_time_over else self.limits.fewest
         if len(there) < needed:
-            return [] if comes else self._give_up(f"{len(there)} workers are left, at least {self.limits.fewest} are needed")
+            if comes:
+                return self._preserve()
+            return self._give_up(f"{len(there)} workers are left, at least {self.limits.fewest} are needed")
         lacking = self._needed - {self._host_of[worker] for worker in there}
         if lacking:
             return self.lost_state() if is_time_over or not self._come_to(lacking) else []
@@ -394,6 +397,14 @@ class Membership:
                 f"{self._fruitless} attempts in a row ended without a completed step: the program fails, not its workers"
             )
         return [self._form(there)]
+
+    def _preserve(self) -> list[Action]:
+        """Too few are there to train. If only one is left who may hold what was learnt, it is asked once to write it."""
+        left = [worker for worker in self.members if self.workers[worker] in _LIVE]
+        if len(left) != 1 or self._preserves == self.generation:
+            return []
+        self._preserves = self.generation
+        return [Preserve(left[0])]
 
     def _come_to(self, hosts: Collection[int]) -> bool:
         """Whether a worker of each of these hosts may still come."""

@@ -25,6 +25,8 @@ class Kept:
     """The host of each; empty in a run on one host."""
     files: dict[int, Files]
     """By rank."""
+    beside: tuple[Files, ...] = ()
+    """Those of which nothing is needed any more, but that somebody may be looking at."""
 
     @property
     def paths(self) -> list[list[str]]:
@@ -34,6 +36,11 @@ class Kept:
     def version(self) -> int:
         """The newest version that all of its members have written, of a generation on one host."""
         return newest([one.head() for one in self.files.values()])
+
+    def close(self) -> None:
+        """Let go of the files."""
+        for files in (*self.files.values(), *self.beside):
+            files.close()
 
 
 class Shelf:
@@ -64,15 +71,22 @@ class Shelf:
         kept = [dict(zip(names, (one.number, one.members, one.hosts, one.paths), strict=True)) for one in before]
         return {"images": last.paths, "kept": kept}
 
+    def preserved(self, number: int, worker: int) -> None:
+        """A member of generation `number`, the last that was left of it, has written all of the state to its files."""
+        for place, one in enumerate(self._kept):
+            if one.number == number and worker in one.members:
+                rank = one.members.index(worker)
+                beside = tuple(files for other, files in one.files.items() if other != rank)
+                # As if it had been alone in that generation.
+                self._kept[place] = Kept(number, (worker,), (), {0: one.files[rank]}, (*one.beside, *beside))
+
     def forget_before(self, number: int) -> None:
         """What is older than generation `number` is not needed any more."""
         while self._kept and self._kept[0].number < number:
-            for files in self._kept.pop(0).files.values():
-                files.close()
+            self._kept.pop(0).close()
 
     def close(self) -> None:
         """Let go of everything."""
         for one in self._kept:
-            for files in one.files.values():
-                files.close()
+            one.close()
         self._kept = []
