@@ -18,7 +18,7 @@ import torch.distributed.distributed_c10d as c10d
 
 from ..errors import MismatchError
 from .collectives import Collectives
-from .failure.answering import hushed
+from .failure.board import board_of
 from .torch_backend import collectives_for
 
 # Of a world: how often ranks have come together, by their members. Another world has another store, and counts anew.
@@ -37,10 +37,10 @@ def refuse_crossed(collectives: Collectives, occasion: str) -> None:
     members = collectives.ranks.numbers
     number = _num_meetings.setdefault(world, Counter())[members]
     _num_meetings[world][members] += 1
-    store = dist.PrefixStore("phalanx/meetings", world.get_group_store())
+    store = board_of(world).store_for("meetings")
     first = said = f"{mine}; {collectives.ranks.own}"
-    # A store that is gone is noticed where the ranks wait, which is next.
-    with contextlib.suppress(RuntimeError, OSError), hushed():
+    # A store that is gone, or silent, is noticed where the ranks wait, which is next.
+    with contextlib.suppress(RuntimeError, OSError):
         first = store.compare_set(f"{'-'.join(map(str, members))}/{number}", "", said).decode()
     theirs, _, rank = first.rpartition("; ")
     if theirs != mine:

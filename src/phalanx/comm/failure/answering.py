@@ -75,7 +75,13 @@ class AnsweringStore:
         self._store = store
         self._may_hang = may_hang
         self._limit_s = limit_s
-        self._is_silent = False
+        self._silent = threading.Event()
+
+    def prefixed(self, prefix: str) -> AnsweringStore:
+        """The same store with other keys. Where one was not answered, the other one does not ask: they have one lock."""
+        store = AnsweringStore(dist.PrefixStore(prefix, self._store), self._may_hang, self._limit_s)
+        store._silent = self._silent
+        return store
 
     def set(self, key: str, value: str) -> None:
         self._ask(lambda: self._store.set(key, value))
@@ -88,6 +94,10 @@ class AnsweringStore:
         found: list[bytes] = self._ask(lambda: self._store.multi_get(list(keys)))
         return found
 
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        found: bytes = self._ask(lambda: self._store.compare_set(key, expected, desired))
+        return found
+
     def check(self, keys: Sequence[str]) -> bool:
         return bool(self._ask(lambda: self._store.check(list(keys))))
 
@@ -97,7 +107,7 @@ class AnsweringStore:
     def _ask(self, question: Callable[[], Any]) -> Any:
         if not self._may_hang:
             return question()
-        if self._is_silent:
+        if self._silent.is_set():
             raise SilentStoreError(f"the store has not answered within {self._limit_s:g} s before")
         said: list[Any] = []
         raised: list[BaseException] = []
@@ -115,7 +125,7 @@ class AnsweringStore:
             thread.start()
             thread.join(self._limit_s)
         if thread.is_alive():
-            self._is_silent = True
+            self._silent.set()
             raise SilentStoreError(f"the store has not answered within {self._limit_s:g} s")
         if raised:
             raise raised[0]
