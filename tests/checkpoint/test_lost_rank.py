@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,9 @@ import torch.distributed as dist
 
 import phalanx
 from phalanx.checkpoint.agreement import Agreement
+from phalanx.comm.failure.answering import AnsweringStore
+from phalanx.comm.failure.board import Roll
+from phalanx.comm.ranks import Ranks
 from phalanx.errors import MismatchError, PeerFailure
 from tests.cluster import run_ranks, spawn_ranks
 
@@ -62,3 +66,20 @@ def _gives_up(rank: int, world: int) -> str:
 def test_ranks_that_give_up_one_after_the_other_do_not_blame_each_other() -> None:
     for text in run_ranks(3, _gives_up)[::2]:
         assert "was not called by ranks [1] within" in text
+
+
+def test_a_store_that_ended_with_its_rank_is_explained(capfd: pytest.CaptureFixture[str]) -> None:
+    """Without a launcher rank 0 serves the store: what c10d says of its end names nobody."""
+    server = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
+    client = dist.TCPStore("127.0.0.1", server.port, None, is_master=False)
+    del server
+    agreement = Agreement(None, 30.0)
+    agreement.world, agreement.ranks = 2, Ranks((0, 1), 1, "rank 1")
+    agreement._store = AnsweringStore(client, may_hang=True, limit_s=10)
+    agreement._board = mock.Mock(me="rank 1", timeout_s=10.0)
+    agreement._board.failures.return_value, agreement._board.interruption.return_value = [], None
+    agreement._board.roll_call.return_value = Roll((0,), {1: "save(step=1)"})
+    with pytest.raises(PeerFailure, match=r"^rank 1: save\(step=1\): rank 0 died") as caught:
+        agreement.exchange({}, "save(step=1)")
+    assert caught.value.ranks == (0,)
+    assert capfd.readouterr().err == ""

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from phalanx.errors import PeerFailure
 from phalanx.launch.environment import Environment
-from phalanx.launch.joining import _open
+from phalanx.launch.joining import _open, join
 from phalanx.launch.records.ends import EndsFile, ends_known_to
 from phalanx.launch.variables import RUN_STORE
 from tests.cluster.command import Command
@@ -129,3 +130,17 @@ def test_worlds_are_counted_in_their_store_and_not_in_the_process(monkeypatch: p
         third = _open(first, limit, False)
         del stores, again, third
         gc.collect()
+
+
+def test_a_store_that_nobody_serves_is_waited_for_in_silence_until_the_time_limit(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """c10d by itself writes a line per attempt, with a stack each, and takes up to twice as long."""
+    monkeypatch.delenv(RUN_STORE, raising=False)
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    environment = Environment("test", 1, 2, 1, 2, "127.0.0.1", free_port())
+    started = time.monotonic()
+    with pytest.raises(PeerFailure, match="nobody listens there after 1 s") as caught:
+        join(environment, "gloo", timedelta(seconds=1), on_cpu=True)
+    assert caught.value.ranks == (0,) and time.monotonic() - started < 5
+    assert capfd.readouterr().err == ""

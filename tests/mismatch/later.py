@@ -131,6 +131,15 @@ def stepped_in_another_order(world: Odd) -> None:
     backward(first)
 
 
+def promised_static(world: Odd) -> None:
+    """Not by the argument, which is compared when the model is wrapped."""
+    wrapped = wrap()
+    world.settled(wrapped)
+    if world.odd:
+        wrapped._set_static_graph()
+    backward(wrapped)
+
+
 _STAGE_2 = {"stage": 2, "overlap_with_ddp": True}
 
 # A rank asks for an agreement to which nobody comes: on gloo a collective stays under way until its time limit.
@@ -144,6 +153,7 @@ ROWS: dict[str, tuple[Row, str]] = {
     "delayed": (delayed, "stride [8, 1], delayed)"),
     "version of torch": (version_of_torch, "2.9.0 on rank 1"),
     "divisor of torch's Join": (divisor, "divide_by_initial_world_size is True on rank 0, 2, False on rank 1"),
+    "static graph, set later": (promised_static, "static_graph is missing on rank 0, 2, set by"),
     "sampler": (loader({"_shuffle": True}), "sampler RandomSampler"),
     "inside a wrapped hook": (
         hook(plain(hooks.fp16_compress_wrapper(hooks.allreduce_hook)), plain(hooks.fp16_compress_wrapper(hooks.noop_hook))),

@@ -249,8 +249,6 @@ AFTER_BACKWARD = {
     "state loaded before step",
     "lr changed, no wrapper",
     "state loaded, no wrapper",
-    "limit of the norm",
-    "kind of norm",
 }
 
 ROWS: dict[str, tuple[Row, str]] = {

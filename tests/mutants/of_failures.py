@@ -8,6 +8,34 @@ BUFFERS = "tests/ddp/test_buffers.py"
 
 MUTATIONS = (
     Mutation(
+        name="crossed: groups of the same members are not compared",
+        file="src/phalanx/comm/crossed.py",
+        old="    if theirs != mine:\n",
+        new="    if theirs != mine and False:\n",
+        tests="tests/comm/test_crossed.py",
+    ),
+    Mutation(
+        name="static graph: set on one rank it is compared with nobody",
+        file="src/phalanx/ddp/torch_names.py",
+        old='        compare(ddp.reducer, {"static_graph": "set by _set_static_graph()"})\n',
+        new="",
+        tests="tests/mismatch/test_mismatch.py",
+    ),
+    Mutation(
+        name="clipping: limits of whole gradients are not compared",
+        file="src/phalanx/zero/clipping.py",
+        old="    _refuse_other_limits(everyone.view(collectives.world, -1), collectives)\n",
+        new="",
+        tests="tests/mismatch/test_mismatch.py",
+    ),
+    Mutation(
+        name="answering: each purpose waits for a silent store by itself",
+        file="src/phalanx/comm/failure/answering.py",
+        old="        store._silent = self._silent\n",
+        new="",
+        tests="tests/comm/failure/test_answering.py",
+    ),
+    Mutation(
         name="agreement: who has ended is waited for until the time limit",
         file="src/phalanx/comm/failure/agreement.py",
         old="            self._look_for_ended(keys, where, fail)\n",

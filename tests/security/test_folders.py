@@ -102,7 +102,7 @@ def test_scale_refuses_a_record_that_no_run_writes(tmp_path: Path, limits: Any) 
 
 
 def test_scale_knows_whom_it_asks(tmp_path: Path) -> None:
-    with pytest.raises(PhalanxError, match="is no run directory"):
+    with pytest.raises(PhalanxError, match="there is no run in"):
         phalanx("scale", str(tmp_path), "1")
     dead = make_run(tmp_path, elastic=[1, 4], pid=2**22 + 5)
     with pytest.raises(PhalanxError, match=r"has ended \(launcher gone\)"):

@@ -15,9 +15,11 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ..comm.failure.answering import AnsweringStore, SilentStoreError
 from ..comm.failure.board import FailureBoard, board_of
+from ..comm.failure.waiter import Waiter
 from ..comm.ranks import Ranks, ranks_of
-from ..errors import MismatchError, PeerFailure
+from ..errors import MismatchError, PeerFailure, PhalanxError
 
 # How many Checkpointers this process has made on each group; ranks make them in the same order. By the group itself, not its
 # name: a process that leaves a world and joins another starts to count anew, as the others there do.
@@ -40,12 +42,12 @@ class Agreement:
         self._timeout = timedelta(seconds=timeout_s)
         self._round = 0
         self._of = None if group is None else weakref.ref(group)
-        self._store: dist.Store | None = None
+        self._store: AnsweringStore | None = None
         self._board: FailureBoard | None = None
         if group is not None and self.world > 1:
             number = _made[group] = _made.get(group, 0) + 1
-            self._store = dist.PrefixStore(f"phalanx/checkpoint/{number}", group.get_group_store())
             self._board = board_of(group)  # now, so that the others know which process this rank is
+            self._store = self._board.store_for(f"checkpoint/{number}")
 
     def is_of(self, group: dist.ProcessGroup | None) -> bool:
         """Whether these are the ranks of `group`."""
@@ -63,16 +65,23 @@ class Agreement:
         """
         if self._store is None:
             return [value]
-        timeout = self._timeout + timedelta(seconds=work_s)
+        timeout_s = (self._timeout + timedelta(seconds=work_s)).total_seconds()
         keys = [f"{self._round}/{rank}" for rank in range(self.world)]
-        self._store.set(keys[self.rank], json.dumps({"doing": doing, **value}))
-        missing = self._await(keys, timeout.total_seconds(), doing)
+        try:
+            self._store.set(keys[self.rank], json.dumps({"doing": doing, **value}))
+            missing = self._await(keys, timeout_s, doing)
+            said = [] if missing else [json.loads(text) for text in self._store.multi_get(keys)]
+        except PhalanxError:
+            raise
+        except (RuntimeError, OSError) as error:
+            # The store is gone, or silent, and whoever serves it with it.
+            assert self._board is not None, "there are others"
+            raise Waiter(self._board, False).explain(error, doing, isinstance(error, SilentStoreError)) from error
         if missing:
             raise MismatchError(
-                f"{self.ranks.me}: {doing} was not called by ranks {missing} within {timeout.total_seconds():.0f} s. "
+                f"{self.ranks.me}: {doing} was not called by ranks {missing} within {timeout_s:.0f} s. "
                 f"Every rank has to call it, in the same order. {unless}"
             )
-        said = [json.loads(text) for text in self._store.multi_get(keys)]
         # Everybody has read the round before the last: nobody begins a round before having read the one before it.
         if self._round > 1:
             with contextlib.suppress(RuntimeError):

@@ -39,7 +39,7 @@ for name, folder in (("phalanx", {root!r}), ("phalanx.checkpoint", {root!r} + "/
     package = sys.modules[name] = types.ModuleType(name)
     package.__path__ = [folder]
 from phalanx.checkpoint.storage.writer import main
-main({memory})
+main({memory}, {parent})
 """
 
 
@@ -160,7 +160,7 @@ class WriterProcess(Writer):
         self.close()
         root = str(Path(__file__).resolve().parents[1])
         packages = str(Path(xxhash.__file__).resolve().parents[1])
-        script = _BOOTSTRAP.format(root=root, packages=packages, memory=self._memory.descriptor)
+        script = _BOOTSTRAP.format(root=root, packages=packages, memory=self._memory.descriptor, parent=os.getpid())
         self._process = subprocess.Popen(
             [sys.executable, *self._flags, "-c", script],
             stdin=subprocess.PIPE,

@@ -7,12 +7,14 @@ parameter that is different and the ranks that have it. Raises on every rank, or
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ..comm.collectives import Collectives
+from ..comm.crossed import refuse_crossed
 from ..comm.ranks import Ranks
 from ..errors import MismatchError
 from ..plan import BucketPlan
@@ -72,6 +74,12 @@ def _gather_texts(text: str, collectives: Collectives, device: torch.device) -> 
     collectives.wait(collectives.all_gather(everyone, padded.to(device)), "comparing the models of the ranks")
     rows = everyone.cpu().view(collectives.world, -1)
     return [bytes(row[:length].tolist()).decode() for row, length in zip(rows, sizes.tolist(), strict=True)]
+
+
+def agree_on_arguments(collectives: Collectives, words: Mapping[str, str]) -> None:
+    """Raise MismatchError on every rank unless all wrap on the same group, with the same arguments."""
+    refuse_crossed(collectives, "a DistributedDataParallel")
+    collectives.agree("the arguments of DistributedDataParallel", words)
 
 
 def verify_same(

@@ -29,7 +29,7 @@ from ..optim.in_backward import num_applied
 from ..plan import BucketPlan, build_plan, specs_of
 from ..plan.buckets import DEFAULT_CAP_BYTES
 from . import arguments
-from .agreement import verify_same
+from .agreement import agree_on_arguments, verify_same
 from .buckets.tail import check_weight
 from .features.buffers import BufferHookLocation, BufferSync
 from .features.dist_autograd import current_context, gradients_of_context
@@ -210,7 +210,7 @@ class DistributedDataParallel(TorchBase):
     def _agree(self) -> int:
         """Compare with the other ranks before any data moves; returns this wrapper's number among those of the group."""
         recover(self.process_group)  # of another wrapper that failed, more may be under way on some ranks than on others
-        self.collectives.agree("the arguments of DistributedDataParallel", arguments.in_words(self))
+        agree_on_arguments(self.collectives, arguments.in_words(self))
         settings = f"views={self.gradient_as_bucket_view} buffers={self.forward_sync_buffers}"
         order = order_of(self.collectives.group)
         order.num_named = verify_same(self._first_plan, settings, self.collectives, order.num_named, self.device) + 1

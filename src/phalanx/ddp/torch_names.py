@@ -18,6 +18,7 @@ from ..comm.replicate import CHUNK_BYTES, replicate
 from ..comm.torch_backend import backend_of
 from ..errors import ConfigError, ReductionError
 from .features.buffers import BufferHook, BufferHookLocation
+from .features.settings import compare
 
 if TYPE_CHECKING:
     from .module import DistributedDataParallel
@@ -145,6 +146,8 @@ class TorchNames:
                 "Pass static_graph=True to the constructor.",
             )
         ddp.static_graph = ddp.reducer.options.static_graph = True
+        # Arguments were compared when the model was wrapped. This rank may be the only one to promise it.
+        compare(ddp.reducer, {"static_graph": "set by _set_static_graph()"})
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
         if sample_rate < 1:

@@ -7,6 +7,8 @@ group is there is named by everybody who waits for it, as far as this host can s
 from __future__ import annotations
 
 import os
+import socket
+import time
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -14,10 +16,14 @@ import torch.distributed as dist
 from phalanx.comm.failure.arrivals import Arrivals
 from phalanx.comm.failure.board import launcher_serves_store
 from phalanx.comm.failure.interruption import interruptible
+from phalanx.comm.failure.waiter import say
+from phalanx.comm.failure.waiting import Waiting
 from phalanx.errors import CommunicationError, PeerFailure
 from phalanx.launch.environment import Environment
 from phalanx.launch.records.ends import ends_known_to
 from phalanx.launch.variables import AGENT_PID, RUN_STORE
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 0.2  # between two attempts to reach the store
 
 
 def join(environment: Environment, backend: str, timeout: timedelta | None, on_cpu: bool) -> None:
@@ -34,7 +40,7 @@ def join(environment: Environment, backend: str, timeout: timedelta | None, on_c
         arrivals.wait()
     except CommunicationError:
         raise
-    except RuntimeError as error:
+    except (RuntimeError, TimeoutError) as error:
         if serves:
             raise  # it is the one who could not serve
         raise _without_store(environment, error) from error
@@ -62,6 +68,8 @@ def _open(environment: Environment, limit: timedelta, serves: bool) -> dist.Stor
         return met[0]
     host, port = environment.host, environment.port
     assert host is not None and port is not None, "a process started alone joins nobody"
+    if not serves and not launcher_serves_store():
+        _wait_for_server(environment.rank, (host, port), limit.total_seconds())
     # Without waiting for the workers: that would be done in C++, where nobody looks who is still there.
     store = dist.TCPStore(
         host, port, None, is_master=serves, timeout=limit, wait_for_workers=False, multi_tenant=serves
@@ -74,6 +82,24 @@ def _open(environment: Environment, limit: timedelta, serves: bool) -> dist.Stor
     return dist.PrefixStore(f"phalanx/world/{start}/{number}", store)
 
 
+def _wait_for_server(rank: int, address: tuple[str, int], limit_s: float) -> None:
+    """Return when somebody listens there, or at the time limit.
+
+    c10d waits for that too, but with a warning on stderr for every attempt, for longer than it was told to, and without
+    saying for whom.
+    """
+    waiting, pause_s = Waiting(say), _FIRST_PAUSE_S
+    while waiting.seconds < limit_s:
+        try:
+            with socket.create_connection(address, timeout=max(limit_s - waiting.seconds, _FIRST_PAUSE_S)):
+                return
+        except OSError:
+            waiting.look(lambda: f"rank {rank} waits for rank 0, which serves the store at {address[0]}:{address[1]}")
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+    raise TimeoutError(f"nobody listens there after {limit_s:g} s")
+
+
 def _explained(environment: Environment, arrivals: Arrivals, error: RuntimeError) -> RuntimeError:
     """What to raise for a group that could not be made: it names who has ended meanwhile, if somebody has."""
     found = arrivals.last_look()
@@ -84,7 +110,7 @@ def _explained(environment: Environment, arrivals: Arrivals, error: RuntimeError
     return _without_store(environment, error) if lost else error
 
 
-def _without_store(environment: Environment, error: RuntimeError) -> PeerFailure:
+def _without_store(environment: Environment, error: Exception) -> PeerFailure:
     # A rank that joined and died at once has said nothing yet, and torch's error names nobody.
     return PeerFailure(
         f"rank {environment.rank}: the store at {environment.host}:{environment.port} cannot be reached, or was lost "

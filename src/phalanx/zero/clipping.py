@@ -11,6 +11,7 @@ from functools import reduce
 import torch
 
 from ..comm.collectives import Collectives
+from ..ddp.passes.order import recover
 from ..errors import ArgumentTypeError, ConfigError, MismatchError, ReductionError
 
 
@@ -27,10 +28,30 @@ def check_limits(max_norm: object, norm_type: object) -> None:
 
 
 def clip_gradients(
-    params: Sequence[torch.Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool
+    params: Sequence[torch.Tensor],
+    max_norm: float,
+    norm_type: float,
+    error_if_nonfinite: bool,
+    collectives: Collectives | None,
 ) -> torch.Tensor:
-    """Where every rank has whole gradients, each does what a plain optimizer's user would do."""
-    return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite)
+    """Where every rank has whole gradients, each does what a plain optimizer's user would do.
+
+    If `collectives` are given, the limits are compared before a gradient changes. The next step would tell as well, but only
+    when the other ranks have updated their own shards. Not on a device, where the host would have to wait for the answer.
+    """
+    if collectives is None or collectives.world == 1 or any(param.device.type != "cpu" for param in params):
+        return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite)
+    recover(collectives.group)  # of a backward that failed, more may be under way on some ranks than on others
+    mine = torch.tensor((float(max_norm), float(norm_type), float(error_if_nonfinite)), dtype=torch.float64)
+    everyone = torch.zeros(collectives.world * len(mine), dtype=torch.float64)
+    # Under way while the norm is computed, which takes longer.
+    work = collectives.all_gather(everyone, mine)
+    norm = torch.nn.utils.get_total_norm([param.grad for param in params if param.grad is not None], norm_type)
+    collectives.wait(work, "comparing the limits of clip_grad_norm_")
+    _refuse_other_limits(everyone.view(collectives.world, -1), collectives)
+    _refuse_nonfinite(norm, norm_type, error_if_nonfinite)
+    torch.nn.utils.clip_grads_with_norm_(params, max_norm, norm)
+    return norm
 
 
 def clip_shards(
@@ -53,17 +74,34 @@ def clip_shards(
     own = torch.stack(norms) if norms else torch.zeros(1, dtype=torch.float64, device=grads[0].device)
     limits = (float(max_norm), float(norm_type), float(error_if_nonfinite))
     total = _norm_of_norms(torch.linalg.vector_norm(own, norm_type), limits, collectives)
-    if error_if_nonfinite and not bool(torch.isfinite(total)):
-        raise ReductionError(
-            f"The total norm of order {norm_type} for gradients is non-finite, so it cannot be clipped. To disable this "
-            "error and scale the gradients by the non-finite norm anyway, set `error_if_nonfinite=False`."
-        )
+    _refuse_nonfinite(total, norm_type, error_if_nonfinite)
     # The small number is torch's, so that equal norms clip equally. It also keeps a norm of zero from dividing.
     coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     for part in shards:
         # Real also for complex gradients: a complex factor would turn an infinite part into NaN.
         part.mul_(coefficient.to(dtype=part.dtype.to_real(), device=part.device, non_blocking=True))
     return total.to(reduce(torch.promote_types, (grad.dtype.to_real() for grad in grads)))
+
+
+def _refuse_nonfinite(norm: torch.Tensor, norm_type: float, is_asked: bool) -> None:
+    if is_asked and not bool(torch.isfinite(norm)):
+        raise ReductionError(
+            f"The total norm of order {norm_type} for gradients is non-finite, so it cannot be clipped. To disable this "
+            "error and scale the gradients by the non-finite norm anyway, set `error_if_nonfinite=False`."
+        )
+
+
+def _refuse_other_limits(limits: torch.Tensor, collectives: Collectives) -> None:
+    """`limits`: max_norm, norm_type and error_if_nonfinite of each rank."""
+    if not bool((limits != limits[0]).any()):
+        return
+    by_rank = zip(collectives.ranks.numbers, limits.tolist(), strict=True)
+    words = "rank {}: max_norm={:g}, norm_type={:g}, error_if_nonfinite={}"
+    said = [words.format(rank, row[0], row[1], bool(row[2])) for rank, row in by_rank]
+    raise MismatchError(
+        f"{collectives.me}: the ranks differ in the limits of clip_grad_norm_ ({'; '.join(said)}). No gradient "
+        "was changed. Give every rank the same arguments."
+    )
 
 
 def _norm(part: torch.Tensor, norm_type: float) -> torch.Tensor:
@@ -85,12 +123,7 @@ def _norm_of_norms(own: torch.Tensor, limits: tuple[float, float, float], collec
     collectives.wait(collectives.all_gather(everyone, mine), "adding up the norm of gradients")
     rows = everyone.view(collectives.world, -1)
     # On a device the host would have to wait for the answer; there the next backward tells (`zero.settings`).
-    if own.device.type == "cpu" and bool((rows[:, 1:] != rows[0, 1:]).any()):
-        by_rank = zip(collectives.ranks.numbers, rows.tolist(), strict=True)
-        said = [f"rank {rank}: max_norm={row[1]:g}, norm_type={row[2]:g}" for rank, row in by_rank]
-        raise MismatchError(
-            f"{collectives.me}: the ranks differ in the limits of clip_grad_norm_ ({'; '.join(said)}). No gradient "
-            "was changed. Give every rank the same arguments."
-        )
+    if own.device.type == "cpu":
+        _refuse_other_limits(rows[:, 1:], collectives)
     norm: torch.Tensor = torch.linalg.vector_norm(rows[:, 0], limits[1])
     return norm.to(own.dtype)

@@ -320,7 +320,8 @@ class ZeroRedundancyOptimizer(ShowsState, torch.optim.Optimizer, Joinable):
         if not self._join_config.enable:
             self._settings.clipped(max_norm, norm_type, error_if_nonfinite)
         if overlap is None or overlap.gradient_shards is None:
-            return clip_gradients(self._all_params, max_norm, norm_type, error_if_nonfinite)
+            others = None if self._join_config.enable else self._sharded.collectives
+            return clip_gradients(self._all_params, max_norm, norm_type, error_if_nonfinite, others)
         shards = overlap.gradient_shards.owned()
         grads = [param.grad for param in self._all_params if param.grad is not None]
         return clip_shards(shards, grads, max_norm, norm_type, error_if_nonfinite, self._sharded.collectives)

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from ..comm.collectives import Collectives
+from ..comm.crossed import refuse_crossed
 from ..comm.memory.copies import as_memory
 from ..ddp.features.settings import carry
 from ..ddp.module import DistributedDataParallel
@@ -76,6 +77,7 @@ class CommonSettings:
         self._read(_options_of_groups(optimizer))
         groups = {f"size of group {n}": str(len(group["params"])) for n, group in enumerate(optimizer.param_groups)}
         params = _in_order(optimizer, self._names)
+        refuse_crossed(self._collectives, "a ZeroRedundancyOptimizer")
         self._collectives.agree(_OCCASION, {**fixed, **groups, **params, **self.settings()})
         self._equal = self._values
 

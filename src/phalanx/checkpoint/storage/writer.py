@@ -33,6 +33,9 @@ WRITING, WRITTEN, DONE, FAILED, WARNING = "writing", "written", "committed", "fa
 
 # How long a folder in which nothing changes is looked at before the missing ranks are given up.
 PATIENCE_S = 120.0
+# Of a writer whose training process is gone. All ranks had come to the save, so that the others' parts grow by now, or never
+# will: a process that lasts for minutes after a run that died is in nobody's interest.
+_ORPHANS_PATIENCE_S = 5.0
 _FIRST_LOOK_S, _LONGEST_LOOK_S = 0.002, 0.25
 _REPORT_EVERY_S = 0.5
 
@@ -64,6 +67,7 @@ class Job:
 
 
 Report = Callable[[dict[str, Any]], None]
+IsOrphan = Callable[[], bool]
 
 
 def _sleep(seconds: float) -> float:
@@ -74,13 +78,21 @@ def _sleep(seconds: float) -> float:
 class Save:
     """One job under way. `run` returns when the save is committed, and raises what went wrong.
 
-    `pause` is called between two looks at the folder and returns for how long it waited.
+    `pause` is called between two looks at the folder and returns for how long it waited. `is_orphan` says whether the
+    training process that asked for it is gone.
     """
 
     def __init__(
-        self, job: Job, image: memoryview, disk: Disk, report: Report, pause: Callable[[float], float] = _sleep
+        self,
+        job: Job,
+        image: memoryview,
+        disk: Disk,
+        report: Report,
+        pause: Callable[[float], float] = _sleep,
+        is_orphan: IsOrphan = lambda: False,
     ) -> None:
         self._job, self._image, self._disk, self._report, self._pause = job, image, disk, report, pause
+        self._is_orphan = is_orphan
         self._manifest = job.manifest
         self._folder = f"{job.folder}/{job.manifest.save}"
         self._begun = time.monotonic()
@@ -144,8 +156,14 @@ class Save:
             sizes = self._sizes()
             if sizes != before:
                 before, waited_s = sizes, 0.0
-            elif waited_s > self._job.patience_s:
+            elif waited_s > self._patience_s:
                 raise CheckpointError(self._missing())
+
+    @property
+    def _patience_s(self) -> float:
+        # Not where files are seen only when they are whole: there nothing grows while others write.
+        is_short = self._disk.renames_at_once and self._is_orphan()
+        return min(self._job.patience_s, _ORPHANS_PATIENCE_S) if is_short else self._job.patience_s
 
     def _is_committed(self) -> bool:
         """Whether the save is committed by now; commits it if this rank sees that it can be."""
@@ -188,7 +206,7 @@ class Save:
         ranks = [rank for rank in range(self._manifest.world) if manifest_file(rank) not in names]
         return (
             f"rank {self._manifest.rank} has written its part of {self._folder}, but nothing came from ranks {ranks} for "
-            f"{self._job.patience_s:.0f} s. They died, or their folder is not the same one: all ranks must see one folder."
+            f"{self._patience_s:.0f} s. They died, or their folder is not the same one: all ranks must see one folder."
         )
 
     def _leave_note(self, text: str) -> None:
@@ -222,7 +240,9 @@ END = b"\n"
 """A line in place of a job: there are no more."""
 
 
-def serve(lines: Iterable[bytes], memory: int, disk_for: Callable[[Job], Disk], handle: int) -> None:
+def serve(
+    lines: Iterable[bytes], memory: int, disk_for: Callable[[Job], Disk], handle: int, is_orphan: IsOrphan = lambda: False
+) -> None:
     """Write job after job, from the memory behind the descriptor `memory`, until END or until there are no more lines."""
     reading, mapping = iter(lines), MappedMemory(memory)
     for header in reading:
@@ -236,7 +256,7 @@ def serve(lines: Iterable[bytes], memory: int, disk_for: Callable[[Job], Disk], 
             with contextlib.suppress(OSError):  # the training process has died; its checkpoint is written all the same
                 disk.tell(handle, json.dumps({"save": job.manifest.save, **value}).encode() + b"\n")
 
-        run_job(job, mapping, disk, report)
+        run_job(job, mapping, disk, report, is_orphan)
 
 
 class MappedMemory:
@@ -255,11 +275,11 @@ class MappedMemory:
         return memoryview(b"") if not size or self._pages is None else memoryview(self._pages)[:size]
 
 
-def run_job(job: Job, mapping: MappedMemory, disk: Disk, report: Report) -> None:
+def run_job(job: Job, mapping: MappedMemory, disk: Disk, report: Report, is_orphan: IsOrphan = lambda: False) -> None:
     """One job, whatever comes of it: the last report says committed or failed."""
     image = mapping.view(job.manifest.num_bytes)
     try:
-        Save(job, image, disk, report).run()
+        Save(job, image, disk, report, is_orphan=is_orphan).run()
     except Exception as error:  # the boundary of the process: whatever it is, the training process raises it
         text = str(error)
         if isinstance(error, OSError):
@@ -286,8 +306,12 @@ def _show(job: Job, value: dict[str, Any]) -> None:
         sys.stderr.flush()
 
 
-def main(memory: int) -> None:
-    """The writer process: jobs on standard input, reports on standard output."""
+def main(memory: int, parent: int) -> None:
+    """The writer process of the training process `parent`: jobs on standard input, reports on standard output."""
+
+    def is_orphan() -> bool:
+        return os.getppid() != parent
+
     with contextlib.suppress(KeyboardInterrupt):
-        serve(sys.stdin.buffer, memory, lambda job: disk_of(job.folder, job.options), sys.stdout.fileno())
+        serve(sys.stdin.buffer, memory, lambda job: disk_of(job.folder, job.options), sys.stdout.fileno(), is_orphan)
     os._exit(0)  # nothing is left to flush, and standard output may be gone

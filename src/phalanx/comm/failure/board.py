@@ -90,6 +90,8 @@ class FailureBoard:
         # transport says, and nothing can be asked of the others here.
         self.reaches_others = shared is not None
         self._shared = dist.HashStore() if shared is None else shared
+        may_hang = isinstance(self._innermost, dist.TCPStore) and not self._serves_store
+        self._answering = AnsweringStore(self._shared, may_hang, self.timeout_s)
         self._store = self.store_for("failures")
         # A rank's first error is the cause; those after it are consequences, and would only cover it up.
         self._posted = False
@@ -109,9 +111,7 @@ class FailureBoard:
 
     def store_for(self, purpose: str) -> AnsweringStore:
         """The group's store, with keys of its own for `purpose`."""
-        prefixed = dist.PrefixStore(f"phalanx/{purpose}", self._shared)
-        may_hang = isinstance(self._innermost, dist.TCPStore) and not self._serves_store
-        return AnsweringStore(prefixed, may_hang, self.timeout_s)
+        return self._answering.prefixed(f"phalanx/{purpose}")
 
     # -- what a rank says of itself --------------------------------------------------------------
 

@@ -63,13 +63,17 @@ class CarriedSettings(Listener):
     def add(self, teller: Teller, words: Mapping[str, str] | None = None) -> None:
         """From the next backward on, carry what `teller` tells. Every rank adds the same, in the same order.
 
-        `words` are settings that stay as they are: compared once, as such, before that backward sends anything.
+        `words`: as in `compare`.
         """
         if words:
-            self._words = {**self._words, **words}  # another dict, which is how the strategy knows that it has changed
+            self.compare(words)
         # Parameters have one optimizer: the latest.
         self._tellers = [known for known in self._tellers if not known.params & teller.params]
         self._tellers.append(teller)
+
+    def compare(self, words: Mapping[str, str]) -> None:
+        """Settings that stay as they are: compared once, before the next backward sends anything."""
+        self._words = {**self._words, **words}  # another dict, which is how the strategy knows that it has changed
 
     @property
     def _owner(self) -> Reducer:
@@ -128,3 +132,10 @@ def carry(reducer: Reducer, teller: Teller, words: Mapping[str, str] | None = No
     for listener in reducer.listeners:
         if isinstance(listener, CarriedSettings):
             listener.add(teller, words)
+
+
+def compare(reducer: Reducer, words: Mapping[str, str]) -> None:
+    """Have the next backward of `reducer` compare settings that each rank has made by itself."""
+    for listener in reducer.listeners:
+        if isinstance(listener, CarriedSettings):
+            listener.compare(words)
