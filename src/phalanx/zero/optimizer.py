@@ -432,7 +432,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         super().__setstate__({"state": defaultdict(dict), "param_groups": groups})
         self._sharded.local.pull(groups)
         self._sharded.local.push(groups)
-        self._settings.loaded(state["state"])
+        self._settings.loaded([state["state"].get(param) for group in groups for param in group["params"]])
         self._consolidated = None
         self._has_state = True
 
