@@ -19,6 +19,7 @@ from tests.cluster.command import stop_starter, use_for_launches
 from tests.cluster.leaks import RUN_VARIABLE, Leak, Watch
 from tests.cluster.pool import stop_pool
 from tests.cluster.process import SEARCH_PATH
+from tests.cluster.seeding import keep_no_stacks
 
 # Until all is collected: test modules import hundreds of thousands of objects that stay, and looking through
 # them for garbage again and again takes a quarter of that time.
@@ -65,6 +66,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_finish(session: pytest.Session) -> None:
+    keep_no_stacks()
     gc.enable()
     gc.collect()
     # The look for leaks collects garbage too, several times if need be.

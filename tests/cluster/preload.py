@@ -27,6 +27,8 @@ import torch.distributed.rpc
 import torch.nn.parallel
 import torch.testing
 
+from tests.cluster.seeding import keep_no_stacks
+
 # Fresh ranks run exit functions, as a user's script does. Torch's would take back each operator that it registered from
 # Python: most of the life of a short process, and 35 MB of pages copied. What phalanx and the tests register stays.
 for _finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]  # nothing public lists them
@@ -46,6 +48,7 @@ if hasattr(ctypes.CDLL(None), "__nss_configure_lookup"):
     ctypes.CDLL(None)["__nss_configure_lookup"](b"hosts", b"files")
 
 torch.set_num_threads(1)
+keep_no_stacks()
 # All of this is shared between the workers; freezing keeps the collector from writing to its pages.
 gc.freeze()
 
