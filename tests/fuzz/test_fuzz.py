@@ -1,4 +1,4 @@
-"""A few hundred programs of fixed seeds, and the fuzzer itself: what it would miss, nobody else finds."""
+"""A hundred programs of fixed seeds, and the fuzzer itself: what it would miss, nobody else finds."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PROGRAMS_PER_SLICE = 50
 FIRST_SEED = 20_000
 WIDER_SEED = 120_000
 SLICES = [FIRST_SEED + PROGRAMS_PER_SLICE * part for part in range(12)]
-SLICES = [*SLICES[:3], WIDER_SEED, *(pytest.param(first, marks=pytest.mark.thorough) for first in SLICES[3:])]
+SLICES = [SLICES[0], WIDER_SEED, *(pytest.param(first, marks=pytest.mark.thorough) for first in SLICES[1:])]
 SLICES += [pytest.param(WIDER_SEED + PROGRAMS_PER_SLICE * part, marks=pytest.mark.thorough) for part in range(1, 5)]
 
 ROUTE = ((0, ""), (1, ""))
