@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
+import tempfile
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +16,7 @@ import hypothesis
 import pytest
 
 from tests import breadth, schedule
+from tests.cluster.asides import keep_no_stacks_of_seeds
 from tests.cluster.command import stop_starter, use_for_launches
 from tests.cluster.leaks import RUN_VARIABLE, Leak, Watch
 from tests.cluster.pool import stop_pool
@@ -33,6 +35,10 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 os.environ[RUN_VARIABLE] = str(os.getpid())
 # Whatever they start imports this tree, and can be forked from a process that has (`tests.cluster.command`).
 os.environ["PYTHONPATH"] = SEARCH_PATH
+
+# Torch sets it when dynamo is first imported, which may be between two tests: programs that are started after that would not
+# fit the warm process that was loaded before.
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}")
 
 hypothesis.settings.register_profile("phalanx", deadline=None, derandomize=True, database=None)
 hypothesis.settings.load_profile("phalanx")
@@ -65,6 +71,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_finish(session: pytest.Session) -> None:
+    keep_no_stacks_of_seeds()
     gc.enable()
     gc.collect()
     # The look for leaks collects garbage too, several times if need be.

@@ -2,7 +2,8 @@
 
 Owns the order and nothing else: a test does not see where it runs.
 
-- A file stays on one worker: its module fixtures are made once, and its calls find the pool of ranks warm.
+- A file stays on one worker: its module fixtures are made once, and its calls find the pool of ranks warm. So does the
+  folder of what compiles: the first compilation of a process takes as long as three others.
 - The heaviest files come first, so that no worker begins a long one when the others are done.
 - Tests marked `quiet` come last, on the one worker that is left when all others have ended.
 
@@ -30,42 +31,49 @@ if TYPE_CHECKING:
 
 # Files that take five seconds and more, longest first. One that is missing here costs time, never correctness.
 HEAVIEST: tuple[str, ...] = (
+    "compile/test_models.py",
     "elastic/hosts/test_hosts.py",
     "fuzz/test_fuzz.py",
-    "torch_suite/test_distributed.py",
+    "elastic/test_training.py",
     "launch/test_start.py",
-    "device/test_device.py",
-    "test_cluster.py",
     "zero/test_bit_equal.py",
-    "compile/test_models.py",
-    "comm/test_contract.py",
-    "comm/failure/test_ends.py",
-    "cli/test_commands.py",
+    "mismatch/test_mismatch.py",
+    "torch_suite/test_distributed.py",
+    "device/test_device.py",
+    "ddp/test_several_wrappers.py",
     "launch/test_agent.py",
+    "comm/failure/test_ends.py",
+    "torch_suite/test_under_dist_autograd.py",
+    "docs/test_docs.py",
+    "test_cluster.py",
+    "elastic/test_membership.py",
+    "ddp/test_failed_pass.py",
+    "comm/test_contract.py",
+    "comm/hooks/test_average.py",
     "comm/test_faults.py",
+    "cli/test_commands.py",
+    "cli/test_output.py",
     "launch/test_interrupt.py",
+    "elastic/test_in_place.py",
     "checkpoint/test_resume.py",
+    "ddp/test_nested_backward.py",
     "launch/test_ending.py",
-    "compile/test_together.py",
+    "ddp/test_notices.py",
+    "comm/hooks/test_training.py",
+    "checkpoint/test_faults.py",
+    "swap/test_swap.py",
     "comm/group/test_launchers.py",
     "remote/test_training.py",
-    "compile/test_ways.py",
-    "compile/test_shapes.py",
-    "torch_suite/test_under_dist_autograd.py",
-    "comm/hooks/test_average.py",
     "ddp/test_failures.py",
-    "checkpoint/test_faults.py",
     "cli/test_demo.py",
-    "ddp/test_failed_pass.py",
     "comm/group/test_torch_classes.py",
-    "comm/hooks/test_training.py",
-    "ddp/test_nested_backward.py",
-    "compile/test_overlap.py",
     "comm/memory/test_heap.py",
     "comm/hierarchical/test_namespaces.py",
-    "ddp/test_several_wrappers.py",
     "checkpoint/test_storage.py",
 )
+
+# All files of these folders are one unit of work.
+TOGETHER: tuple[str, ...] = ("tests/compile/",)
 
 _PR_SET_PDEATHSIG = 1
 # The unit of work that all quiet tests form; no file has this name.
@@ -134,6 +142,11 @@ def _file_of(nodeid: str) -> str:
     return nodeid.partition("::")[0]
 
 
+def _unit_of(nodeid: str) -> str:
+    """What is run by one worker: a file, or a whole folder."""
+    return next((folder for folder in TOGETHER if nodeid.startswith(folder)), _file_of(nodeid))
+
+
 def make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
     """The scheduler of a run on several workers."""
     # Imported here: without `-n` the suite runs where xdist is not installed.
@@ -149,7 +162,7 @@ def make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
             super().schedule()
 
         def _split_scope(self, nodeid: str) -> str:
-            return _QUIET if nodeid in self.quiet_names else _file_of(nodeid)
+            return _QUIET if nodeid in self.quiet_names else _unit_of(nodeid)
 
         def _assign_work_unit(self, node: Any) -> None:
             if not self._only_quiet_left() or self.nodes == [node]:

@@ -2,13 +2,23 @@
 
 Starting Python and importing torch takes two seconds of a core, and a launcher with two workers does it two or three
 times. Here the program, its exit code, streams, signals, session and children are real; only the interpreter was there
-before. What must begin in a fresh interpreter says `cold=True`, and what has another environment than the warm process
-was loaded with (a PYTHONPATH of its own, say) gets a fresh interpreter by itself.
+before.
+
+    pytest ──► the package's own starter (torch, phalanx) ──► a warmer one (dynamo too) ──► program, program, …
+
+A program that trains makes torch import dynamo, at its first seed or optimizer, which takes as long as importing torch.
+The package leaves that to its workers, whose scripts may still set variables that dynamo reads; here it is done once.
+
+What must begin in a fresh interpreter says `cold=True`, and what has another environment than the warm process was loaded
+with (a PYTHONPATH of its own, say) gets a fresh interpreter by itself.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import gc
+import json
 import os
 import runpy
 import signal
@@ -19,7 +29,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tests.cluster import leaks
+from tests.cluster import asides, leaks
 from tests.cluster.process import SEARCH_PATH
 
 if TYPE_CHECKING:
@@ -33,6 +43,7 @@ _NO_ROOM = 1 << 30
 _LAUNCHERS = (["-m", "phalanx.cli.main"], ["-m", "phalanx_command"], ["-m", "phalanx"])
 
 _starter: Starter | None = None
+_warmer: Starter | None = None
 
 
 def warm_starter(environ: Mapping[str, str]) -> Starter | None:
@@ -49,20 +60,54 @@ def warm_starter(environ: Mapping[str, str]) -> Starter | None:
     return _starter if _starter.fits(environ) and _starter.is_ready() else None
 
 
+def warmer_starter(environ: Mapping[str, str]) -> Starter | None:
+    """The same, having come out of that one, with all that training imports."""
+    global _warmer
+    base = warm_starter(environ)
+    if base is None:
+        return None
+    if _warmer is None or _warmer.fault or not _warmer.fits(environ):
+        _end(_warmer)
+        _warmer = _start_warmer(base, environ)
+        leaks.PERMANENT_PIDS.add(_warmer.pid)
+    return _warmer if _warmer.is_ready() else base
+
+
+def _start_warmer(base: Starter, environ: Mapping[str, str]) -> Starter:
+    from phalanx.launch.start.order import Order
+    from phalanx.launch.start.starter import Starter, signals_blocked
+
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs, open(os.devnull, "r+b") as null, signals_blocked():
+        order = Order(
+            (str(theirs.fileno()), str(os.getpid())),
+            environ,
+            *(null.fileno(),) * 3,
+            kept=(theirs.fileno(),),
+            program=f"{__name__}:serve_warmer",
+        )
+        return Starter(base.start(order), ours, environ)
+
+
 def stop_starter() -> None:
-    """End the starter, if there is one."""
-    global _starter
-    if _starter is not None:
-        _starter.close()
-        leaks.PERMANENT_PIDS.discard(_starter.pid)
-        _starter = None
+    """End the starters, if there are any."""
+    global _starter, _warmer
+    _end(_warmer)
+    _end(_starter)
+    _starter = _warmer = None
+
+
+def _end(starter: Starter | None) -> None:
+    if starter is not None:
+        starter.close()
+        leaks.PERMANENT_PIDS.discard(starter.pid)
 
 
 def use_for_launches() -> None:
     """Have `launch` in this process fork its workers from the same starter. Does nothing before `launch` is imported."""
     module = sys.modules.get("phalanx.launch.start.starter")
     if module is not None:
-        module.keep(warm_starter)
+        module.keep(warmer_starter)
 
 
 class Command(subprocess.Popen[Any]):
@@ -78,7 +123,7 @@ class Command(subprocess.Popen[Any]):
         (_, _, _, pass_fds, cwd, env, *_), pipes, new_session = rest, rest[9:15], bool(rest[20])
         environ = dict(os.environ if env is None else env)
         arguments = self._warm_arguments
-        starter = None if arguments is None else warm_starter({**environ, "PYTHONUNBUFFERED": "1"})
+        starter = None if arguments is None else warmer_starter({**environ, "PYTHONUNBUFFERED": "1"})
         if starter is None or arguments is None:
             super()._execute_child(args, *rest)  # type: ignore[misc]
             return
@@ -140,6 +185,34 @@ def run_command(command: list[str], cold: bool = False, **options: Any) -> subpr
 # ---- in the forked process
 
 
+def serve_warmer(arguments: list[str]) -> Any:
+    """Import what training makes torch import, then be a starter; returns in each program, when it has ended."""
+    descriptor, parent = map(int, arguments)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(0)
+    from phalanx.launch.start import fitness, warm
+
+    keep_warm()
+    assert warm.loaded is not None, "it comes out of a starter"
+    loaded = warm.Loaded(warm.loaded.environ, warm.loaded.title_bytes, warm.loaded.changes)
+    connection = socket.socket(fileno=descriptor)
+    connection.set_inheritable(False)
+    with contextlib.suppress(OSError):  # pytest may be gone
+        connection.sendall(json.dumps({"unfit": fitness.unfit()}).encode())
+    program, rest = warm.answer_orders(connection, loaded)
+    return program(rest)
+
+
+def keep_warm() -> None:
+    """Import what training makes torch import, in a process from which others will be forked."""
+    import torch._dynamo  # noqa: F401
+
+    asides.leave_operators_registered()
+    gc.collect()
+    gc.freeze()
+
+
 def run_python(arguments: list[str]) -> Any:
     """Do what `python *arguments` does: `-c code …`, `-m module …` or `script …`."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -181,7 +254,7 @@ def fork_own_starter() -> tuple[Any, list[str]] | None:
     None in the launcher; else, in a worker, its job. Where this process was not forked from a starter itself, it must have
     imported all that workers need, and have no threads.
     """
-    global _starter
+    global _starter, _warmer
     from phalanx.launch.start import starter, warm
     from phalanx.launch.start.child import Child
 
@@ -202,5 +275,5 @@ def fork_own_starter() -> tuple[Any, list[str]] | None:
     theirs.close()
     own = starter.Starter(Child(pid), ours, loaded.environ, is_ready=True)
     starter.keep(lambda environ: own)
-    _starter = own
+    _starter = _warmer = own
     return None

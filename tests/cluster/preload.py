@@ -4,11 +4,9 @@ Importing must start no thread: a process forked from one with threads may inher
 nobody will ever release. `tests/test_cluster.py` asserts it.
 """
 
-import ctypes
 import gc
 import os
 import traceback
-import weakref
 
 import hypothesis  # noqa: F401  (test modules import these; once here is cheaper than once a worker)
 import numpy  # noqa: F401
@@ -27,10 +25,9 @@ import torch.distributed.rpc
 import torch.nn.parallel
 import torch.testing
 
-# Fresh ranks run exit functions, as a user's script does. Torch's would take back each operator that it registered from
-# Python: most of the life of a short process, and 35 MB of pages copied. What phalanx and the tests register stays.
-for _finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]  # nothing public lists them
-    _finalizer.atexit = False
+from tests.cluster import asides
+
+asides.leave_operators_registered()
 
 PHALANX_IMPORT_ERROR: str | None = None
 try:
@@ -39,12 +36,8 @@ except Exception:
     # Raised again in each call: an exception here would end the fork server, and with it the reason.
     PHALANX_IMPORT_ERROR = traceback.format_exc()
 
-# Torch's store looks up the name of every peer, on loopback as ::ffff:127.0.0.1, which no hosts file
-# has: a question to a name server for each connection, 5 s long when the answer is lost. Here names
-# come from files only.
-if hasattr(ctypes.CDLL(None), "__nss_configure_lookup"):
-    ctypes.CDLL(None)["__nss_configure_lookup"](b"hosts", b"files")
-
+asides.take_names_from_files()
+asides.keep_no_stacks_of_seeds()
 torch.set_num_threads(1)
 # All of this is shared between the workers; freezing keeps the collector from writing to its pages.
 gc.freeze()

@@ -30,11 +30,16 @@ def train_sizes(rank: int, world: int, name: str, dynamic: bool | None) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("name", "dynamic", "num_graphs"),
-    [("mlp", None, 2), ("cnn", True, 1), ("mlp", False, 2), pytest.param("gpt", True, 1, marks=pytest.mark.thorough)],
+    ("name", "dynamic", "num_graphs", "world"),
+    [
+        ("mlp", None, 2, 2),
+        ("cnn", True, 1, 1),
+        ("mlp", False, 2, 1),
+        pytest.param("gpt", True, 1, 2, marks=pytest.mark.thorough),
+    ],
 )
-def test_recompilation_keeps_the_cuts(name: str, dynamic: bool | None, num_graphs: int) -> None:
-    for equal, graphs, early in run_ranks(2, train_sizes, name, dynamic):
+def test_recompilation_keeps_the_cuts(name: str, dynamic: bool | None, num_graphs: int, world: int) -> None:
+    for equal, graphs, early in run_ranks(world, train_sizes, name, dynamic):
         assert equal and early
         assert len(graphs) == num_graphs
         assert len(graphs[0]) >= 3 and all(other == graphs[0] for other in graphs)

@@ -41,7 +41,7 @@ def place(deepest: int = _DEEPEST) -> str:
         if _PACKAGE in name:
             found.append(f"{name.rpartition(_PACKAGE)[2]}:{frame.f_lineno} {frame.f_code.co_name}")
         elif not nearest and not name.startswith(_HERE):
-            nearest = f"{Path(name).name}:{frame.f_lineno} {frame.f_code.co_name}"
+            nearest = f"{name.rpartition('/')[2]}:{frame.f_lineno} {frame.f_code.co_name}"
         frame = frame.f_back  # type: ignore[assignment]
     return " < ".join(found) or nearest or "host"
 
@@ -55,6 +55,8 @@ class Lane:
         self.number = next(self._numbers)
         self.name = name
         self.clock: Clock = {}
+        self.heard = 0
+        """How much of what the host has waited for is in the clock (`Ledger.launch`)."""
 
     def tick(self) -> int:
         """The number of the operation that is launched now."""
@@ -108,6 +110,7 @@ class Ledger:
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.host: Clock = {}
+        self._num_waits = 0
         self.syncs: list[HostSync] = []
         self.races: list[Race] = []
         self.num_operations = 0
@@ -122,14 +125,21 @@ class Ledger:
         """The host waits here; `clock` is what is over afterwards."""
         with self.lock:
             self.syncs.append(HostSync(kind, place()))
-            joined(self.host, clock or {})
+            self.host_waited(clock or {})
+
+    def host_waited(self, clock: Clock) -> None:
+        """All that `clock` names is over for the host."""
+        joined(self.host, clock)
+        self._num_waits += 1
 
     def launch(self, lane: Lane, reads: Iterable[Use], writes: Iterable[Use], name: str) -> int:
         """An operation enters a stream."""
         with self.lock:
             self.num_operations += 1
-            if self.host_orders:
+            # Clocks only grow, with every stream that there ever was: joined again only where the host has learnt something.
+            if self.host_orders and lane.heard < self._num_waits:
                 joined(lane.clock, self.host)
+                lane.heard = self._num_waits
             tick = lane.tick()
             what = f"{name} on {lane.name} at {place()}"
             for block, ranges in reads:

@@ -52,7 +52,7 @@ class SimWork:
         over, self._asked = self._asked, True
         if over:
             with ledger.lock:
-                joined(ledger.host, self.clock)
+                ledger.host_waited(self.clock)
             arrive()
         return over
 

@@ -93,7 +93,7 @@ class Event:
         with ledger.lock:
             over, self._asked = self._asked or not self.clock, True
             if over:
-                joined(ledger.host, self.clock)
+                ledger.host_waited(self.clock)
         if over:
             arrive()
         return over

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.cluster.command import run_command
 from tests.cluster.process import SEARCH_PATH
 from tests.elastic.cases import Case
 from tests.elastic.program import Plan
@@ -94,9 +94,10 @@ MORE = {
 )
 def test_runs_through_faults_come_to_what_their_steps_give(cases: dict[str, Case], tmp_path: Path) -> None:
     environ = {**os.environ, "PYTHONPATH": SEARCH_PATH, "OMP_NUM_THREADS": "1"}
-    text = json.dumps([asdict(case) for case in cases.values()])
+    (tmp_path / "cases").write_text(json.dumps([asdict(case) for case in cases.values()]))
     command = [sys.executable, "-m", "tests.elastic.cases", str(tmp_path / "runs")]
-    done = subprocess.run(command, input=text, env=environ, capture_output=True, text=True, timeout=360)
+    with open(tmp_path / "cases") as text:
+        done = run_command(command, stdin=text, env=environ, capture_output=True, text=True, timeout=360)
     assert done.returncode == 0, done.stderr[-3000:]
     names = list(cases)
     outcomes = {names[outcome["number"]]: outcome for outcome in map(json.loads, done.stdout.splitlines())}

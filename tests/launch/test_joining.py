@@ -18,7 +18,7 @@ from phalanx.launch.environment import Environment
 from phalanx.launch.joining import _open, join
 from phalanx.launch.records.ends import EndsFile, ends_known_to
 from phalanx.launch.variables import RUN_STORE
-from tests.cluster.command import Command
+from tests.cluster.command import Command, run_command
 from tests.launch.test_worker import free_port
 
 pytestmark = pytest.mark.timeout(120)
@@ -89,7 +89,7 @@ def test_under_torchrun_a_rank_that_is_no_more_is_missed(tmp_path: Path) -> None
     (tmp_path / "train.py").write_text(SCRIPT)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     started = time.monotonic()
-    done = subprocess.run(
+    done = run_command(
         [*command, str(tmp_path / "train.py"), "exit", "gloo", "init"], capture_output=True, text=True, timeout=100
     )
     assert done.returncode == 1 and time.monotonic() - started < SOON_S, done.stderr
@@ -104,7 +104,7 @@ def test_a_rank_that_dies_while_the_group_is_made_is_named_without_a_launcher(ba
     started = time.monotonic()
     environs = [{**os.environ, **place, "RANK": str(rank)} for rank in range(3)]
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-    ranks = [subprocess.Popen(command, env=environ, text=True, **streams) for environ in environs]
+    ranks = [Command(command, env=environ, text=True, **streams) for environ in environs]
     outputs = [rank.communicate(timeout=100)[0] for rank in ranks]
     assert time.monotonic() - started < SOON_S
     assert [rank.returncode for rank in ranks] == [1, -signal.SIGKILL, 1], "the fault fired"

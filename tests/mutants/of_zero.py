@@ -22,6 +22,14 @@ SHARDED = "src/phalanx/zero/state/sharded_optimizer.py"
 
 MUTATIONS = (
     Mutation(
+        name="optimizer: the order of a loaded state is that of the parameters' values",
+        file=OPTIMIZER,
+        old='        self._settings.loaded([state["state"].get(param) for group in groups for param in group["params"]])\n',
+        new='        self._settings.loaded([states[param] for param in sorted(states, key=str)])\n',
+        words="Reload",
+        tests="tests/zero/test_state.py",
+    ),
+    Mutation(
         name="sharded: a group that is added takes back options that were changed",
         file=SHARDED,
         old="        self.local.pull(groups)\n        self._move(new)\n",

@@ -37,8 +37,11 @@ def _run(rank: int, world: int, name: str, file_name: str, reference: bool) -> N
         getattr(case, method)()
 
 
-# Where there is no wrapper of ours, and where CUDA means the CPU that another test has already.
+# Where there is no wrapper of ours, where CUDA means the CPU that another test has already, and what the same test does with
+# uneven inputs as well.
 _OTHERS = (
+    "DdpUnderDistAutogradTest.test_backward_ddp_outside",
+    "DdpComparisonTest.test_ddp_comparison",
     "DdpUnderDistAutogradTest.test_backward_no_ddp",
     "CudaDdpComparisonTest.test_ddp_dist_autograd_local_vs_remote_gpu",
 )

@@ -26,7 +26,7 @@ from tests.zero.cases import (
 pytestmark = pytest.mark.timeout(100)
 
 # After five steps RAdam begins to correct its variance and ASGD to average: before and after the save.
-STEPS, SAVED_AT = 11, 7
+STEPS, SAVED_AT = 9, 6
 BY_NAME = {case.name: case for case in (*ELEMENTWISE, *VARIANTS)}
 
 

@@ -283,6 +283,26 @@ def test_loading_at_any_time_of_an_overlapped_training() -> None:
     assert run_ranks(2, load_into_overlapped) == [[[]] * 3] * 2
 
 
+def load_before_the_weights(rank: int, world: int) -> list[float]:
+    values = torch.tensor([0.1, 0.2])
+    params = [torch.nn.Parameter(value.clone()) for value in (values if rank == 0 else values.flip(0))]
+    zero = ZeroRedundancyOptimizer(params, optim.AdamW, lr=0.1)
+    moments = [
+        {"step": torch.tensor(3.0), "exp_avg": torch.tensor(mean), "exp_avg_sq": torch.tensor(1.0)} for mean in (0.5, 1.5)
+    ]
+    zero.load_state_dict(optim.AdamW(params, lr=0.1).state_dict() | {"state": dict(enumerate(moments))})
+    for param, value in zip(params, values, strict=True):
+        param.data.copy_(value)
+        param.grad = torch.ones(())
+    zero.step()
+    return [param.item() for param in params]
+
+
+def test_the_state_may_be_loaded_before_ranks_have_the_same_weights() -> None:
+    first, second = run_ranks(2, load_before_the_weights)
+    assert first == second
+
+
 def with_hooks(rank: int, world: int) -> list[str]:
     _, saved = plainly(2)
     _, zero = trained(2)

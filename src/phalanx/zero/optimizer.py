@@ -452,7 +452,7 @@ class ZeroRedundancyOptimizer(ShowsState, torch.optim.Optimizer, Joinable):
         super().__setstate__({"param_groups": groups})
         self._sharded.local.pull(groups)
         self._sharded.local.push(groups)
-        self._settings.loaded(state["state"])
+        self._settings.loaded([state["state"].get(param) for group in groups for param in group["params"]])
         self._consolidated = None
         self._has_state = True
 

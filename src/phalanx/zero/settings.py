@@ -122,10 +122,13 @@ class CommonSettings:
         self._clip = (float(max_norm), float(norm_type), bool(error_if_nonfinite))
         self._num_clips += 1
 
-    def loaded(self, state_dict: Mapping[str, Any]) -> None:
-        """A whole state has been loaded, which every rank does by itself."""
+    def loaded(self, states: Sequence[Any]) -> None:
+        """A whole state has been loaded, which every rank does by itself. One per parameter, in the optimizer's order.
+
+        Not by parameter: ranks may still have other values in them, and writing those out takes longer than loading.
+        """
         self._num_loads += 1
-        self._loaded = f"{self._num_loads}, the last with checksum {_checksum(state_dict)}"
+        self._loaded = f"{self._num_loads}, the last with checksum {_checksum(states)}"
 
     # -- in backward (`ddp.features.settings.Teller`) ------------------------------------------
 

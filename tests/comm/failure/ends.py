@@ -22,6 +22,8 @@ import torch
 from torch import nn
 
 import phalanx
+from tests.cluster.asides import take_names_from_files
+from tests.cluster.command import keep_warm
 
 LIMIT_S = 120
 
@@ -133,10 +135,9 @@ def _fork(plan: Plan, port: int, files: list[Any]) -> list[int]:
 
 def main(arguments: list[str]) -> None:
     """Run the plans one after the other."""
-    # Names from files only, and imports that would cost each rank a second. Not above: the pytest process, which imports
-    # this module as well, needs none of it.
-    import tests.cluster.preload  # noqa: F401
-
+    # Imports that would cost each rank a second. Not above: the pytest process, which imports this module, needs none of it.
+    keep_warm()
+    take_names_from_files()
     for argument in arguments:
         outcome = run(Plan(**json.loads(argument)))
         # Straight to the descriptor: a forked rank must not have our buffer to flush.

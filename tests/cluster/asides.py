@@ -1,0 +1,46 @@
+"""What torch does on the side and tests need not wait for, left out in this process and in those forked from it.
+
+Each saves a thousand processes milliseconds to seconds, and changes nothing that a test looks at. Does not import torch: a
+test run that never needs it should not pay for it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import types
+import weakref
+
+_DEVICES = ("torch.cuda", "torch.xpu", "torch.mtia")
+_WITHOUT_STACKS = types.SimpleNamespace(format_stack=lambda: ["(stacks of seeds are not kept in tests)\n"])
+
+
+def keep_no_stacks_of_seeds() -> None:
+    """Make `torch.manual_seed` cheap. Does nothing before torch is imported.
+
+    For each kind of device that is not initialised torch keeps the seed together with the text of the whole stack, for an
+    error that may come when the device is. The seeds are kept as ever; only the text is left out.
+    """
+    for name in _DEVICES:
+        module = sys.modules.get(name)
+        if module is not None and hasattr(module, "traceback"):
+            module.traceback = _WITHOUT_STACKS  # type: ignore[attr-defined]
+
+
+def leave_operators_registered() -> None:
+    """Programs run exit functions. Torch's would take back each operator that it has registered from Python until now.
+
+    That is most of the life of a short process, and 35 MB of pages copied. What is registered later is taken back.
+    """
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]  # nothing public lists them
+        finalizer.atexit = False
+
+
+def take_names_from_files() -> None:
+    """Ask no name server about hosts.
+
+    Torch's store looks up the name of every peer, on loopback as ::ffff:127.0.0.1, which no hosts file has: a question for
+    each connection, 5 s long when the answer is lost.
+    """
+    if hasattr(ctypes.CDLL(None), "__nss_configure_lookup"):
+        ctypes.CDLL(None)["__nss_configure_lookup"](b"hosts", b"files")
