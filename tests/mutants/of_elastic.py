@@ -58,8 +58,8 @@ MUTATIONS = (
     Mutation(
         name="elastic: buffers are not set back",
         file=TRANSACTION,
-        old="                    buffer.detach().copy_(value)\n",
-        new="                    pass\n",
+        old="                buffer.detach().copy_(value)\n",
+        new="                pass\n",
         tests=HELD,
     ),
     Mutation(

@@ -392,7 +392,7 @@ class ZeroRedundancyOptimizer(ShowsState, torch.optim.Optimizer, Joinable):
     def _begin_anew(self) -> None:
         if self.initialized:
             self._sharded.forget_state()
-            self._settings.loaded({})  # which all ranks must have done
+            self._settings.loaded(())  # which all ranks must have done
             self._consolidated = None
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
