@@ -153,11 +153,19 @@ def order_known_later(world: Odd) -> None:
     """The wrapper, and with it the names, come after the optimizer."""
     net = model()
     params = list(net.parameters())
+    with torch.no_grad():
+        params[0].add_(world.rank)  # by values alone nobody could tell
     optimizer = zero(world.pick(params, [*params[2:4], *params[:2], *params[4:]]))
     wrapped = phalanx.DistributedDataParallel(net)
     world.settled(wrapped)
     backward(wrapped)
     optimizer.step()
+
+
+def order_without_names(world: Odd) -> None:
+    """No wrapper knows their names, and all shapes are the same."""
+    params = list(model().parameters())
+    zero(world.pick(params, [*params[2:4], *params[:2], *params[4:]]))
 
 
 # -- the optimizer, later ------------------------------------------------------------------------
@@ -291,6 +299,7 @@ ROWS: dict[str, tuple[Row, str]] = {
     ),
     "order": (made_of(lambda p: p, lambda p: [*p[2:4], *p[:2], *p[4:]]), "parameter 0"),
     "order, known later": (order_known_later, "parameter 0"),
+    "order, without names": (order_without_names, "parameter 0 has the values of parameter 2 of rank 0"),
     "number of parameters": (made_of(lambda p: p, lambda p: p[:4]), "size of group 0"),
     "lr changed": (changed(set_option("lr", 0.01)), "lr of group 0 is 0.1 on rank 0, 2, 0.01 on rank 1"),
     "lr changed, overlapped": (changed(set_option("lr", 0.01), overlap_with_ddp=True), "lr of group 0"),

@@ -61,6 +61,13 @@ MUTATIONS = (
         tests="tests/zero/test_memory_order.py",
     ),
     Mutation(
+        name="settings: parameters without names may be in any order",
+        file="src/phalanx/zero/settings.py",
+        old="        if row != first and sorted(row) == sorted(first):\n",
+        new="        if sorted(row) != sorted(first):\n",
+        tests="tests/mismatch/test_mismatch.py",
+    ),
+    Mutation(
         name="join: only the latest wrapper gives means to ranks that have joined",
         file=JOIN,
         old="        for wrapper in wrappers:\n            wrapper.reducer",

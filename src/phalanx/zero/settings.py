@@ -24,9 +24,11 @@ import torch
 from ..comm.collectives import Collectives
 from ..comm.crossed import refuse_crossed
 from ..comm.memory.copies import as_memory
+from ..ddp.features.drift import digest
 from ..ddp.features.settings import carry
 from ..ddp.module import DistributedDataParallel
 from ..ddp.wrappers import known_wrappers, listen
+from ..errors import MismatchError
 from .join import Attendance, FollowedOptions
 
 _OCCASION = "the settings of ZeroRedundancyOptimizer"
@@ -80,6 +82,8 @@ class CommonSettings:
         refuse_crossed(self._collectives, "a ZeroRedundancyOptimizer")
         self._collectives.agree(_OCCASION, {**fixed, **groups, **params, **self.settings()})
         self._equal = self._values
+        if not self._names and self._collectives.world > 1:
+            _refuse_permuted(_params(optimizer), self._collectives)
 
     # -- before a step -------------------------------------------------------------------------
 
@@ -238,6 +242,28 @@ def _in_order(optimizer: torch.optim.Optimizer, names: Sequence[str]) -> dict[st
         name = f"'{names[number]}', " if names else ""
         words[f"parameter {number} "] = f"{name}shape {list(param.shape)}, {str(param.dtype).removeprefix('torch.')}"
     return words
+
+
+def _refuse_permuted(params: Sequence[torch.Tensor], collectives: Collectives) -> None:
+    """Of parameters without names and of the same shape, only their values tell that a rank has them in another order.
+
+    Ranks may still have other values, which a wrapper, or whoever loads a checkpoint, makes equal later. So only those
+    count that are all there on every rank, each in another place.
+    """
+    if any(param.is_meta for param in params):
+        return
+    mine = torch.stack([digest(param).to(params[0].device) for param in params])
+    everyone = torch.empty(collectives.world * mine.numel(), dtype=torch.int64, device=mine.device)
+    collectives.wait(collectives.all_gather(everyone, mine), "comparing the order of parameters")
+    first, *others = everyone.view(collectives.world, -1).tolist()
+    for number, row in zip(collectives.ranks.numbers[1:], others, strict=True):
+        if row != first and sorted(row) == sorted(first):
+            place = next(n for n, value in enumerate(row) if value != first[n])
+            theirs, usual = first.index(row[place]), collectives.ranks.numbers[0]
+            raise MismatchError(
+                f"{collectives.me}: the parameters of ZeroRedundancyOptimizer are in another order on rank {number}: its "
+                f"parameter {place} has the values of parameter {theirs} of rank {usual}. Give all ranks the same order."
+            )
 
 
 def _plain(value: Any) -> Any:

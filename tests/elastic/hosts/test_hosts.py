@@ -40,8 +40,8 @@ def test_a_worker_that_dies_on_another_host_is_lost_alone(tmp_path: Path, optimi
         for host in range(2):
             run.start(host)
         _ended(run, 0, 0)
-        # Its replacement may have come before the end, or not.
-        assert run.worlds()[0] == 3, run.said()
+        # Its replacement may have come before the others have found together again, or before the end, or not.
+        assert run.worlds()[0] in (3, 4), run.said()
         assert "rank 3 (worker 3) was lost: signal 9 (SIGKILL)" in run.runs[0].said()
         (folder,) = (tmp_path / "host-0" / "runs").iterdir()
         shown = {path.parent.name for path in folder.glob("attempt-0/rank-*/status.json")}

@@ -48,7 +48,7 @@ class DriftCheck(Listener):
         if (names := [name for name, _ in named]) != self._agreed:
             collectives.agree("the parameters", {f"'{name}'": str(tuple(param.shape)) for name, param in named})
             self._agreed = names
-        mine = torch.stack([_digest(param) for _, param in named])
+        mine = torch.stack([digest(param) for _, param in named])
         everyone = torch.empty(collectives.world * mine.numel(), dtype=torch.int64, device=mine.device)
         collectives.wait(collectives.all_gather(everyone, mine), "comparing the parameters of the ranks")
         rows = everyone.view(collectives.world, -1)
@@ -67,7 +67,7 @@ class DriftCheck(Listener):
 
 
 @torch.no_grad()
-def _digest(param: torch.Tensor) -> torch.Tensor:
+def digest(param: torch.Tensor) -> torch.Tensor:
     """The sum of the parameter's bits, taken as whole numbers: equal parameters, equal sums, in any order of adding."""
     flat = as_memory(param.detach())
     return flat.contiguous().view(_WORDS[flat.element_size()]).sum(dtype=torch.int64)
