@@ -285,7 +285,7 @@ def test_loading_at_any_time_of_an_overlapped_training() -> None:
 
 def load_before_the_weights(rank: int, world: int) -> list[float]:
     values = torch.tensor([0.1, 0.2])
-    params = [torch.nn.Parameter(value.clone()) for value in (values if rank == 0 else values.flip(0))]
+    params = [torch.nn.Parameter(value.clone()) for value in (values if rank == 0 else 1 + values.flip(0))]
     zero = ZeroRedundancyOptimizer(params, optim.AdamW, lr=0.1)
     moments = [
         {"step": torch.tensor(3.0), "exp_avg": torch.tensor(mean), "exp_avg_sq": torch.tensor(1.0)} for mean in (0.5, 1.5)
