@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -16,6 +17,7 @@ import phalanx
 from phalanx.ddp.notices import accumulation, unmoved
 from phalanx.ddp.notices.fingerprint import fingerprint, numbers_of
 from phalanx.ddp.notices.first_inputs import FirstInputs
+from phalanx.ddp.notices.repeated_order import visible_loaders
 from tests.cluster import run_ranks
 
 
@@ -315,3 +317,24 @@ def test_parameters_that_a_step_made_infinite_are_said_without_a_rank() -> None:
 @pytest.mark.parametrize(("how", "options"), [("sound", {}), ("scaler", {}), ("bad sample", {"on_nonfinite": "ignore"})])
 def test_who_skips_bad_steps_or_does_not_ask_hears_nothing(how: str, options: dict[str, Any]) -> None:
     assert run_ranks(2, spoiled, how, options, backend="phalanx") == [[], []]
+
+
+class _Seen:
+    """Something that can be held weakly."""
+
+
+def test_looking_for_loaders_keeps_nothing_alive_that_a_function_lets_go() -> None:
+    def trains() -> tuple[bool, dict[str, Any]]:
+        logits, held = _Seen(), locals()
+        visible_loaders()
+        assert held["logits"] is logits, "what the user holds is left alone"
+        return True, held
+
+    def lets_go() -> bool:
+        logits = _Seen()
+        seen = weakref.ref(logits)
+        visible_loaders()
+        del logits
+        return seen() is None
+
+    assert lets_go() and trains()[1]["logits"]

@@ -7,6 +7,7 @@ that cannot be seen (hidden in an object, or in a library), or samples that are 
 
 from __future__ import annotations
 
+import inspect
 import sys
 import warnings
 import weakref
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 _MOST_FRAMES = 64
 _MOST_NAMES = 1000  # per frame
+_UNSHARED = 3  # the frame, our variable, and the argument by which it is counted
 
 
 class RepeatedOrder:
@@ -82,7 +84,17 @@ def _visible() -> Iterator[Any]:
         if frame is None:
             return
         if is_users(frame.f_code.co_filename):
-            names = frame.f_locals
-            yield from islice(list(names.values()), _MOST_NAMES)
-            yield from islice(list(getattr(names.get("self"), "__dict__", {}).values()), _MOST_NAMES)
+            yield from _variables(frame)
         frame = frame.f_back
+
+
+def _variables(frame: FrameType) -> list[Any]:
+    names = frame.f_locals
+    found = [*islice(names.values(), _MOST_NAMES)]
+    found += islice(list(getattr(names.get("self"), "__dict__", {}).values()), _MOST_NAMES)
+    # Of a function, Python 3.11 keeps this dict with the frame once somebody has asked for it: what the user deletes or
+    # replaces later (a model, the logits of this step) would live for as long as the function runs. If anybody else holds
+    # the dict, it was there before; of a module it is the module's own.
+    if frame.f_code.co_flags & inspect.CO_OPTIMIZED and isinstance(names, dict) and sys.getrefcount(names) == _UNSHARED:
+        names.clear()
+    return found
