@@ -104,3 +104,6 @@ def test_runs_through_faults_come_to_what_their_steps_give(cases: dict[str, Case
     assert set(outcomes) == set(names)
     failed = {name: outcome["error"] for name, outcome in outcomes.items() if outcome["error"]}
     assert not failed, failed
+    # The loss, and the replacement; more if ranks go on asking one that is gone, and each time find together again.
+    formed = {name: outcome["num_generations"] for name, outcome in outcomes.items() if cases[name].most_lost == 1}
+    assert all(number <= 4 for number in formed.values()), formed

@@ -184,8 +184,8 @@ MUTATIONS = (
     Mutation(
         name="elastic: what else changes a trained parameter is not looked at",
         file=TRANSACTION,
-        old="            self.is_needed = count != self._count_changes() or (",
-        new="            self.is_needed = (",
+        old="            self.is_needed = count != self._count_changes() or (norms is not None and norms !=",
+        new="            self.is_needed = (norms is None and norms !=",
         tests=AROUND,
     ),
     Mutation(
