@@ -258,7 +258,7 @@ MUTATIONS = (
         old="        return any(param.requires_grad or param.grad is not None for param in self.params)\n",
         new="        return any(param.grad is not None for param in self.params)\n",
         words="Join zero",
-        tests="tests/zero/test_usage.py",
+        tests="tests/zero/test_changes.py",
     ),
     Mutation(
         name="shard: the part behind the own one comes in one element late",

@@ -207,3 +207,21 @@ def hook_in_double(rank: int, world: int) -> None:
 
 def test_buckets_made_after_a_change_of_dtype_have_the_new_one() -> None:
     run_ranks(2, hook_in_double)
+
+
+def gradients_of_one_rank(rank: int, world: int) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    model = nn.Linear(40, 10)
+    zero = phalanx.ZeroRedundancyOptimizer(model.parameters(), optim.SGD, lr=0.1)
+    for _ in range(2):
+        if rank == 0:
+            for param in model.parameters():
+                param.grad = torch.ones_like(param)
+        zero.step()
+    return [param.detach().clone() for param in model.parameters()]
+
+
+def test_a_rank_without_gradients_gathers_with_the_others() -> None:
+    """Without a wrapper nobody sees to it that all ranks have gradients: those that have step their part, all take part."""
+    first, second = run_ranks(2, gradients_of_one_rank, timeout_s=30, pg_timeout_s=10)
+    assert all(map(torch.equal, first, second))
