@@ -210,30 +210,17 @@ def raises_behind(rank: int, world: int, how: str) -> None:
     for step in range(3):
         between = first(inputs(step, rank, SMALL)).expand(-1, SMALL)
         with second.no_sync() if how == "no_sync" else nullcontext():
-            out = second(between * 1.0 if rank else Refusing.apply(between))
-        if rank:
-            handle = bodies[0].a.weight.register_hook(refuse)
+            out = second(between)
+        # Behind the second on rank 0, in the midst of the first on rank 1.
+        handle = (bodies[0].a.weight if rank else between).register_hook(refuse)
         with pytest.raises(BrokenLayer):
             out.sum().backward()
-        if rank:
-            handle.remove()
+        handle.remove()
         first.zero_grad()
         second.zero_grad()
         first(inputs(step, rank, SMALL)).square().mean().backward()
         wanted = mean_by_hand(plain[0], world, lambda m, r, step=step: m(inputs(step, r, SMALL)).square().mean())
         assert_mean(bodies[0], wanted)
-
-
-class Refusing(torch.autograd.Function):
-    """Nothing in forward, an exception in backward."""
-
-    @staticmethod
-    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: object, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        raise BrokenLayer("on purpose")
 
 
 @everywhere

@@ -24,7 +24,7 @@ import torch
 from ..comm.collectives import Collectives
 from ..comm.crossed import refuse_crossed
 from ..comm.memory.copies import as_memory
-from ..ddp.features.drift import digest
+from ..ddp.features.drift import gather_digests
 from ..ddp.features.settings import carry
 from ..ddp.module import DistributedDataParallel
 from ..ddp.wrappers import known_wrappers, listen
@@ -252,10 +252,7 @@ def _refuse_permuted(params: Sequence[torch.Tensor], collectives: Collectives) -
     """
     if any(param.is_meta for param in params):
         return
-    mine = torch.stack([digest(param).to(params[0].device) for param in params])
-    everyone = torch.empty(collectives.world * mine.numel(), dtype=torch.int64, device=mine.device)
-    collectives.wait(collectives.all_gather(everyone, mine), "comparing the order of parameters")
-    first, *others = everyone.view(collectives.world, -1).tolist()
+    first, *others = gather_digests(params, collectives, "comparing the order of parameters").tolist()
     for number, row in zip(collectives.ranks.numbers[1:], others, strict=True):
         if row != first and sorted(row) == sorted(first):
             place = next(n for n, value in enumerate(row) if value != first[n])

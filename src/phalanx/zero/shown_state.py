@@ -6,6 +6,7 @@ reach nobody, and is refused.
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
@@ -34,7 +35,7 @@ class ShownState(dict[Any, Any]):
     __setitem__ = __delitem__ = pop = popitem = setdefault = update = __ior__ = _refuse
 
 
-class ShowsState:
+class ShowsState(abc.ABC):
     """Has `state` as torch's optimizers have it."""
 
     _lent: Mapping[Any, Any] | None = None
@@ -51,6 +52,6 @@ class ShowsState:
             ShownState(self._begin_anew)._refuse()
         self._begin_anew()
 
+    @abc.abstractmethod
     def _begin_anew(self) -> None:
         """Forget the state on this rank; every rank does so."""
-        raise NotImplementedError

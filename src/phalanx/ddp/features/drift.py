@@ -8,10 +8,12 @@ backwards each rank adds up the bits of every parameter, and the ranks compare.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
+from ...comm.collectives import Collectives
 from ...comm.memory.copies import as_memory
 from ...errors import MismatchError
 from ..reducer import Listener
@@ -48,10 +50,7 @@ class DriftCheck(Listener):
         if (names := [name for name, _ in named]) != self._agreed:
             collectives.agree("the parameters", {f"'{name}'": str(tuple(param.shape)) for name, param in named})
             self._agreed = names
-        mine = torch.stack([digest(param) for _, param in named])
-        everyone = torch.empty(collectives.world * mine.numel(), dtype=torch.int64, device=mine.device)
-        collectives.wait(collectives.all_gather(everyone, mine), "comparing the parameters of the ranks")
-        rows = everyone.view(collectives.world, -1)
+        rows = gather_digests([param for _, param in named], collectives, "comparing the parameters of the ranks")
         differs = (rows != rows[0]).any(dim=0)
         if not bool(differs.any()):
             return
@@ -66,8 +65,16 @@ class DriftCheck(Listener):
         )
 
 
+def gather_digests(params: Sequence[torch.Tensor], collectives: Collectives, where: str) -> torch.Tensor:
+    """A row per rank: a number made of the bits of each of its parameters. Every rank calls it, with as many."""
+    mine = torch.stack([_digest(param).to(params[0].device) for param in params])
+    everyone = torch.empty(collectives.world * mine.numel(), dtype=torch.int64, device=mine.device)
+    collectives.wait(collectives.all_gather(everyone, mine), where)
+    return everyone.view(collectives.world, -1)
+
+
 @torch.no_grad()
-def digest(param: torch.Tensor) -> torch.Tensor:
+def _digest(param: torch.Tensor) -> torch.Tensor:
     """The sum of the parameter's bits, taken as whole numbers: equal parameters, equal sums, in any order of adding."""
     flat = as_memory(param.detach())
     return flat.contiguous().view(_WORDS[flat.element_size()]).sum(dtype=torch.int64)
