@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import torch.multiprocessing
 from torch.utils.data import DataLoader, Dataset
 
 import phalanx
+from phalanx.comm.failure import gloo_threads
 from phalanx.launch.worker import leave
 from tests.cluster import Leak, reserved_port, run_ranks, spawn_ranks
 from tests.cluster.command import run_command
@@ -106,6 +108,32 @@ def test_the_end_of_a_rank_is_seen_though_a_child_of_it_lives_on() -> None:
     first, second = spawn_ranks(2, _die_while_a_child_lives, backend=None, timeout_s=60)
     assert (first.exitcode, second.exitcode) == (0, 7), (first, second)
     assert first.value < 7, "it has waited for the child"
+
+
+def _fork_while_the_loop_is_at_work(rank: int, world: int) -> tuple[int, int]:
+    """How many connections a child is freed of: with gloo's loop waiting, and with one that is seen at work first."""
+    phalanx.init(backend="gloo")
+    dist.barrier()
+    waiting = gloo_threads._connections()
+    threads, looks = gloo_threads._threads, 0
+
+    def seen_at_work() -> Iterator[tuple[str, str, list[int]]]:
+        nonlocal looks
+        looks += 1
+        yield from ((task, name, call if looks > 3 else []) for task, name, call in threads())
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gloo_threads, "_threads", seen_at_work)
+        busy = gloo_threads._connections()
+    dist.barrier()
+    return len(waiting), len(busy)
+
+
+def test_connections_are_found_while_their_loop_is_at_work() -> None:
+    for outcome in spawn_ranks(2, _fork_while_the_loop_is_at_work, backend=None, timeout_s=60):
+        assert outcome.exitcode == 0, outcome
+        waiting, busy = outcome.value
+        assert busy == waiting > 0
 
 
 FORKING = """

@@ -38,18 +38,19 @@ _REGISTERED = re.compile(r"^tfd:\s*(\d+)", re.MULTILINE)
 
 _GRACE_S = 0.05  # a collective that is about to end may do so before connections are cut
 _LIMIT_S = 3.0
+_BUSY_S = 0.1  # a loop runs through its events in less, also on a busy machine
 _LOOKS = 3  # in a row, at rest: between two waits a thread may look so for a moment
 
 
-def _threads() -> Iterator[tuple[str, list[int]]]:
-    """The name of each thread of this process, and the system call in which it is, with its arguments; empty if in none."""
+def _threads() -> Iterator[tuple[str, str, list[int]]]:
+    """Each thread of this process: number, name, and the system call in which it is, with arguments; empty if in none."""
     for task in os.listdir("/proc/self/task"):
         try:
             with open(f"/proc/self/task/{task}/comm") as comm, open(f"/proc/self/task/{task}/syscall") as call:
                 name, words = comm.read().strip(), call.read().split()
         except OSError:
             continue  # it has just ended, or we may not look
-        yield name, [int(word, 0) for word in words] if words and words[0] != "running" else []
+        yield task, name, [int(word, 0) for word in words] if words and words[0] != "running" else []
 
 
 def at_rest() -> bool:
@@ -58,7 +59,7 @@ def at_rest() -> bool:
     if futex is None:
         return True  # we cannot tell, and must not hold anybody up
     try:
-        workers = [call for name, call in _threads() if name == _WORKER]
+        workers = [call for _, name, call in _threads() if name == _WORKER]
     except OSError:
         return True
     # A lock that another thread holds is waited for without a limit too, but by another operation of futex.
@@ -66,23 +67,32 @@ def at_rest() -> bool:
     return all(waits)
 
 
-def _connections() -> list[int]:
-    """The descriptors of gloo's connections, of loops that wait at the moment."""
+def _connections() -> set[int]:
+    """The descriptors of gloo's connections. A loop that is at work just now is looked at again when it waits."""
     _, waits = _CALLS.get(platform.machine(), (None, ()))
-    found: list[int] = []
-    for name, call in _threads():
-        if name == _LOOP and len(call) > 1 and call[0] in waits:
-            with contextlib.suppress(OSError), open(f"/proc/self/fdinfo/{call[1]}") as info:
-                found += map(int, _REGISTERED.findall(info.read()))
+    found: set[int] = set()
+    seen: set[str] = set()
+    deadline = time.monotonic() + _BUSY_S
+    with contextlib.suppress(OSError):
+        while True:
+            loops = {task: call for task, name, call in _threads() if name == _LOOP and task not in seen}
+            for task, call in loops.items():
+                if len(call) > 1 and call[0] in waits:
+                    seen.add(task)
+                    with contextlib.suppress(OSError), open(f"/proc/self/fdinfo/{call[1]}") as info:
+                        found.update(map(int, _REGISTERED.findall(info.read())))
+            if loops.keys() <= seen or time.monotonic() > deadline:
+                break
+            time.sleep(0.001)
     return found
 
 
 def cut() -> None:
     """Shut gloo's connections down, all of this process: what waits for them raises, here and on the other ranks."""
-    found = set(_connections())
+    found = _connections()
     for _ in range(_LOOKS - 1):
-        time.sleep(0.001)  # a loop that was at work is seen when it waits again
-        found.update(_connections())
+        time.sleep(0.001)  # what a loop was about to register is seen then
+        found |= _connections()
     for fd in found:
         try:
             if stat.S_ISSOCK(os.fstat(fd).st_mode):
@@ -116,11 +126,12 @@ def rest(limit_s: float = _LIMIT_S) -> bool:
 
 
 # Descriptors of connections that a child which is being forked gets as well.
-_inherited: list[int] = []
+_inherited: set[int] = set()
 
 
 def _note_connections() -> None:
-    _inherited[:] = _connections()
+    _inherited.clear()
+    _inherited.update(_connections())
 
 
 def _let_go_in_child() -> None:
