@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from phalanx.launch.agent import LaunchSettings, _environment
 from phalanx.launch.logs import Follower, Keeper, RankLogs
 from phalanx.launch.rendezvous import OneHost
 from phalanx.launch.rundir import RunDirectory
+from phalanx.launch.start.starter import signals_blocked
 from phalanx.launch.start.starting import Starting
 from phalanx.launch.supervise.numbering import Round, first_rank, variables
 from phalanx.launch.supervise.policy import AllOrNone, Decision, Ended, Event, HostsChanged, Started
@@ -149,3 +152,24 @@ def test_a_signal_is_an_exception_that_nothing_takes_for_its_own() -> None:
         except Exception:
             pytest.fail("it was swallowed")
     assert caught.value.signal is signal.SIGHUP
+
+
+def test_a_signal_that_another_thread_takes_waits_for_the_end_of_the_block_too() -> None:
+    """Or a worker would be started that nobody knows of, and its children live on after the run."""
+    done, reached = threading.Event(), False
+    other = threading.Thread(target=done.wait)
+    other.start()
+    try:
+        with pytest.raises(Interrupted) as caught, signals_raise():
+            with signals_blocked():
+                # To the whole process: the main thread does not take it, so the other one does.
+                os.kill(os.getpid(), signal.SIGINT)
+                for _ in range(10):
+                    time.sleep(0.02)
+                reached = True
+            pytest.fail("it was lost")
+    finally:
+        done.set()
+        other.join()
+    assert reached and caught.value.signal is signal.SIGINT
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -15,6 +15,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -236,10 +237,24 @@ def adopting() -> Iterator[bool]:
 @contextlib.contextmanager
 def signals_blocked() -> Iterator[None]:
     """Signals that would end the launcher wait until the block is left."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {getattr(signal, name) for name in HANDLED_NAMES})
+    numbers = {getattr(signal, name) for name in HANDLED_NAMES}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    # Blocked in this thread only: the kernel gives the signal to another one, and Python calls its handler in the main
+    # thread all the same, in the midst of the block. So what is called meanwhile only takes it down.
+    late: set[int] = set()
+    handlers: dict[int, Any] = {}
     try:
+        if threading.current_thread() is threading.main_thread():
+            for number in numbers:
+                # Not what is ignored: it has to stay so in a process that is started in the block.
+                if callable(signal.getsignal(number)):
+                    handlers[number] = signal.signal(number, lambda number, frame: late.add(number))
         yield
     finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for number in late:
+            signal.raise_signal(number)  # for this thread: it waits for the next line
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
