@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from phalanx.comm.failure import last_words
+from pathlib import Path
+
+import torch
+
+from phalanx.comm.failure import folding, last_words
 
 
 class SpeechlessError(Exception):
@@ -30,3 +34,11 @@ def test_an_error_that_cannot_say_what_it_is_is_told_all_the_same() -> None:
     last_words.tell_at_the_end(listener)
     last_words.tell(SpeechlessError())
     assert listener.heard == ["SpeechlessError: (its __str__ raises ValueError)", "stayed"]
+
+
+def test_frames_are_ours_by_the_name_they_were_imported_under() -> None:
+    """An environment may be reached by a link: its files have the link in their names, and another place behind it."""
+    assert not folding.is_users(folding.__file__)
+    assert not folding.is_users(torch.nn.functional.__file__)
+    assert not folding.is_users(str(Path(torch.__file__).resolve().parent / "nn" / "functional.py"))
+    assert folding.is_users(__file__)

@@ -18,7 +18,9 @@ from ...errors import CommunicationError, PhalanxError
 FULL = "PHALANX_TRACEBACK"
 """Environment variable: "full" shows every frame, and what the transport said."""
 
-_OURS = (str(Path(__file__).resolve().parents[2]) + os.sep, str(Path(torch.__file__).resolve().parent) + os.sep)
+_PACKAGES = (Path(__file__).parents[2], Path(torch.__file__).parent)
+# Code names its file as it was imported: by the link, where an environment is reached by one.
+_OURS = tuple(f"{path}{os.sep}" for package in _PACKAGES for path in (package, package.resolve()))
 
 
 def is_users(filename: str) -> bool:
