@@ -27,6 +27,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
+import torch.distributed as dist
 
 from ...errors import CommunicationError, MismatchError, PhalanxError
 from .answering import SilentStoreError
@@ -138,10 +139,9 @@ class StoreAgreement:
         number, self._board.agreed = self._board.agreed, self._board.agreed + 1
         text, where = encode(occasion, settings), agreeing_on(occasion, changed)
         try:
-            said = self._exchange(f"{number}", fingerprint(text).hex().encode(), where, fail)
-            # Everybody has read the last but one: nobody is here who has not been there.
-            if number >= 2:
-                self._store.delete_key(f"{number - 2}/{self._board.rank}")
+            # Everybody has read the last but one: all have been at the last one, which this rank has seen.
+            read = f"{number - 2}/{self._board.rank}" if number >= 2 else None
+            said = self._exchange(f"{number}", fingerprint(text).hex().encode(), where, fail, read)
             texts = self._exchange(f"{number}/text", text, where, fail) if len(set(said)) > 1 else []
         except PhalanxError:
             raise
@@ -151,21 +151,23 @@ class StoreAgreement:
         if texts:
             raise disagreement(self._board.me, texts, self._board.members)
 
-    def _exchange(self, key: str, mine: bytes, where: str, fail: Fail) -> list[bytes]:
+    def _exchange(self, key: str, mine: bytes, where: str, fail: Fail, read: str | None = None) -> list[bytes]:
+        """What each rank says at `key`; `read` is a key of this rank's that nobody needs any more."""
         keys = [f"{key}/{rank}" for rank in self._board.members]
-        self._store.set(f"{key}/{self._board.rank}", mine.decode())
-        pause_s, looked = _FIRST_POLL_S, time.monotonic()
+
+        def tell_and_hear(store: dist.Store) -> list[bytes] | None:
+            if read is not None:
+                store.delete_key(read)
+            store.set(f"{key}/{self._board.rank}", mine.decode())
+            return _hear(store, keys)
+
+        said = self._store.together(tell_and_hear, _LOOK_S)
         with LongWait(self._board, where) as wait:
-            # Asked again and again rather than waited for: nobody could interrupt a wait in the store.
-            while not self._store.check(keys):
-                time.sleep(pause_s)
-                pause_s = min(2 * pause_s, _LONGEST_POLL_S)
-                if time.monotonic() - looked < _LOOK_S:
-                    continue
-                looked = time.monotonic()
+            while said is None:
                 self._look_around(wait, where, fail)
                 self._look_for_ended(keys, where, fail)
-        return [bytes(value) for value in self._store.multi_get(keys)]
+                said = self._store.together(lambda store: _hear(store, keys), _LOOK_S)
+        return said
 
     def _look_around(self, mine: LongWait, where: str, fail: Fail) -> None:
         silent = mine.seconds > self._board.timeout_s
@@ -189,6 +191,18 @@ class StoreAgreement:
         # Asked again: it may have answered, and ended after that.
         if any(not self._store.check([of_ranks[rank]]) for rank in ended):
             raise fail(where, False)
+
+
+def _hear(store: dist.Store, keys: Sequence[str]) -> list[bytes] | None:
+    """What is written at the keys, as soon as all of it is there; None if it is not for `_LOOK_S`."""
+    pause_s, deadline = _FIRST_POLL_S, time.monotonic() + _LOOK_S
+    # Asked again and again rather than waited for: nobody could interrupt a wait in the store.
+    while not store.check(list(keys)):
+        if time.monotonic() > deadline:
+            return None
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _LONGEST_POLL_S)
+    return [bytes(value) for value in store.multi_get(list(keys))]
 
 
 # Weak: an agreement goes with its board, and that with its group.

@@ -16,10 +16,12 @@ import ctypes
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+
+Answer = TypeVar("Answer")
 
 
 class SilentStoreError(RuntimeError):
@@ -104,7 +106,12 @@ class AnsweringStore:
     def delete_key(self, key: str) -> None:
         self._ask(lambda: self._store.delete_key(key))
 
-    def _ask(self, question: Callable[[], Any]) -> Any:
+    def together(self, questions: Callable[[dist.Store], Answer], lasting_s: float) -> Answer:
+        """Several questions in a row for the price of one, as each may need a thread; they last `lasting_s` at most."""
+        answer: Answer = self._ask(lambda: questions(self._store), lasting_s)
+        return answer
+
+    def _ask(self, question: Callable[[], Any], lasting_s: float = 0.0) -> Any:
         if not self._may_hang:
             return question()
         if self._silent.is_set():
@@ -123,7 +130,7 @@ class AnsweringStore:
         # Here and not in the thread, which may stay in its question for ever.
         with hushed():
             thread.start()
-            thread.join(self._limit_s)
+            thread.join(self._limit_s + lasting_s)
         if thread.is_alive():
             self._silent.set()
             raise SilentStoreError(f"the store has not answered within {self._limit_s:g} s")
