@@ -57,7 +57,9 @@ def test_a_sample_of_all_operations(tmp_path: Path) -> None:
     assert min(seen[NEW], seen[OLD], seen[NOTHING]) > 10
 
 
-@pytest.mark.parametrize("renames", [True, False], ids=["rename", "no rename"])
+@pytest.mark.parametrize(
+    "renames", [pytest.param(True, id="rename"), pytest.param(False, id="no rename", marks=pytest.mark.thorough)]
+)
 def test_every_operation_of_two_ranks_that_are_killed(tmp_path: Path, renames: bool) -> None:
     folder = str(tmp_path / "checkpoints")
     for schedule in (Schedule.IN_STEP, Schedule.UNEVEN):
@@ -182,7 +184,7 @@ def _kill_for_real(folder: str, world: int, victim: int, operations: int) -> lis
     return [process.returncode for process in running]
 
 
-@pytest.mark.parametrize(("world", "victim"), [(1, 0), (2, 0), (2, 1)])
+@pytest.mark.parametrize(("world", "victim"), [(1, 0), pytest.param(2, 0, marks=pytest.mark.thorough), (2, 1)])
 def test_writer_processes_that_are_killed(tmp_path: Path, world: int, victim: int) -> None:
     seen: Counter[str] = Counter()
     for operations in range(1, 26, 3):

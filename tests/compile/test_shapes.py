@@ -32,9 +32,10 @@ def train_sizes(rank: int, world: int, name: str, dynamic: bool | None) -> Any:
 @pytest.mark.parametrize(
     ("name", "dynamic", "num_graphs", "world"),
     [
-        ("mlp", None, 2, 2),
+        ("mlp", None, 2, 1),
         ("cnn", True, 1, 1),
-        ("mlp", False, 2, 1),
+        pytest.param("mlp", None, 2, 2, marks=pytest.mark.thorough),
+        pytest.param("mlp", False, 2, 1, marks=pytest.mark.thorough),
         pytest.param("gpt", True, 1, 2, marks=pytest.mark.thorough),
     ],
 )

@@ -180,6 +180,7 @@ def test_the_readme_lists_every_row_that_the_newest_benchmark_lost() -> None:
     assert readme == with_losses(readme, read(day))
 
 
+@pytest.mark.thorough
 def test_the_readmes_example_runs_beside_a_clone_named_phalanx(tmp_path: Path) -> None:
     """A script in the parent folder of a clone: the folder itself must not be taken for the package."""
     (tmp_path / "phalanx").symlink_to(ROOT)

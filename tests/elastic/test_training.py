@@ -28,27 +28,18 @@ def _in_place(faults: tuple[tuple[str, str, int, int], ...], **rest: Any) -> Pla
 
 
 HELD = {
-    "no fault": Case(Plan()),
     "rank 0 in backward": Case(Plan(faults=_one("backward", 0))),
-    "after the step": Case(Plan(faults=_one("stepped", 1))),
     "buffers": Case(Plan(model="norm", faults=_one("backward", 0, 3))),
-    "mixed precision": Case(Plan(model="low", faults=_one("forward", 1, 3))),
     "int8": Case(Plan(model="hook:int8", faults=_one("backward", 1, 3))),
-    "after an epoch's loop": Case(Plan(faults=_one("epoch", 1))),
     "gloo": Case(Plan(backend="gloo", faults=_one("backward", 0))),
     "while it saves": Case(Plan(saves=True, faults=_one("save>", 1)), most_lost=1),
     "while ranks meet, twice": Case(Plan(faults=(("kill", "forward", 2, 3), ("kill", "links<", 0, 3)))),
-    # Nobody is left to notice it but the launcher, which lets them go on.
-    "all stop": Case(Plan(timeout_s=1.5), outside=(("SIGSTOP all", 0.02, 0),)),
 }
 WRITTEN = {
     "zero, without a loader": Case(Plan(optimizer="zero", has_loader=False, faults=_one("write>", 1, 5))),
     "overlapped, before it has written": Case(Plan(optimizer="overlap", faults=_one("write<", 1, 5))),
-    "overlapped": Case(Plan(optimizer="overlap", faults=_one("backward", 0))),
     "stage 2": Case(Plan(optimizer="stage2", faults=_one("write>", 0))),
     "a plain optimizer with something extra": Case(Plan(has_loader=False, faults=_one("stepped", 0, 3))),
-    "overlapped, after an epoch's loop": Case(Plan(optimizer="overlap", faults=_one("epoch", 1))),
-    "two optimizers": Case(Plan(optimizer="two", faults=_one("backward", 1, 5))),
     # What was written is in the launcher's memory: nobody has to be left. What is stepped in place needs one who is.
     "two at once": Case(Plan(optimizer="zero", faults=(("kill", "batch", 0, 5), ("kill", "batch", -1, 5)))),
     "all at once": Case(Plan(optimizer="overlap"), outside=(("SIGKILL all", 0.05, 0),)),
@@ -64,6 +55,15 @@ IN_PLACE = {
 }
 # The same in other places and with other options.
 MORE = {
+    "no fault": Case(Plan()),
+    "after the step": Case(Plan(faults=_one("stepped", 1))),
+    "mixed precision": Case(Plan(model="low", faults=_one("forward", 1, 3))),
+    "after an epoch's loop": Case(Plan(faults=_one("epoch", 1))),
+    "overlapped": Case(Plan(optimizer="overlap", faults=_one("backward", 0))),
+    "overlapped, after an epoch's loop": Case(Plan(optimizer="overlap", faults=_one("epoch", 1))),
+    "two optimizers": Case(Plan(optimizer="two", faults=_one("backward", 1, 5))),
+    # Nobody is left to notice it but the launcher, which lets them go on.
+    "all stop": Case(Plan(timeout_s=1.5), outside=(("SIGSTOP all", 0.02, 0),)),
     "powersgd": Case(Plan(model="hook:powersgd", faults=_one("forward", 1, 3))),
     "accumulation": Case(Plan(accumulate=2, faults=_one("backward", 1, 3))),
     "without a loader": Case(Plan(has_loader=False, has_extra=False, faults=_one("stepped", 0, 3))),

@@ -132,8 +132,10 @@ def test_tracing_holds_warnings_and_the_failure(tmp_path: Path) -> None:
     assert "UserWarning: slow path" in text and "KeyError: 'x'" in text
 
 
-@pytest.mark.parametrize("numbered", [True, False])
-def test_two_hosts_meet_at_an_endpoint(tmp_path: Path, numbered: bool) -> None:
+@pytest.mark.parametrize(
+    ("numbered", "cold"), [(True, False), (False, False), pytest.param(True, True, marks=pytest.mark.thorough)]
+)
+def test_two_hosts_meet_at_an_endpoint(tmp_path: Path, numbered: bool, cold: bool) -> None:
     # A rank that ended at once would close its connections to one that is still making them.
     body = "worker = init('gloo'); print('rank', worker.rank, 'of', worker.world); dist.barrier()"
     path = script(tmp_path, body)
@@ -144,8 +146,8 @@ def test_two_hosts_meet_at_an_endpoint(tmp_path: Path, numbered: bool) -> None:
             command += ["--endpoint", f"127.0.0.1:{port}", "--run-dir", str(tmp_path / f"host{number}")]
             command += ["--node-rank", str(number)] if numbered else []
             environ = os.environ | {"PHALANX_SECRET": "a secret of the tests"}
-            # Numbered by hand in fresh interpreters, as on two hosts.
-            hosts.append(Command([*command, str(path)], numbered, stdout=subprocess.PIPE, text=True, env=environ))
+            # Cold: in fresh interpreters, as on two hosts.
+            hosts.append(Command([*command, str(path)], cold, stdout=subprocess.PIPE, text=True, env=environ))
         said = sorted(host.communicate(timeout=50 * PATIENCE)[0].strip().split("│ ")[-1] for host in hosts)
     assert said == ["rank 0 of 2", "rank 1 of 2"] and [host.returncode for host in hosts] == [0, 0]
 

@@ -331,13 +331,10 @@ def test_a_worker_that_nobody_was_told_of_is_ended(tmp_path: Path, monkeypatch: 
     ("hook", "why"),
     [
         ("import threading, time\nthreading.Thread(target=time.sleep, args=(60,), daemon=True).start()", "1 threads"),
-        pytest.param(
-            "import os\nos._exit(4) if sys.orig_argv[-1].isspace() else None",
-            "it ended while it imported",
-            marks=pytest.mark.thorough,
-        ),
+        ("import os\nos._exit(4) if sys.orig_argv[-1].isspace() else None", "it ended while it imported"),
     ],
 )
+@pytest.mark.thorough  # a starter that is spawned for it, and workers that import torch each
 def test_what_may_not_be_forked_is_started_plainly(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hook: str, why: str
 ) -> None:

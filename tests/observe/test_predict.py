@@ -236,12 +236,12 @@ def predicted_and_real(rank: int, world: int, backend: str) -> tuple[float, floa
 
 
 @pytest.mark.quiet  # both sides are measured, within a second: whatever runs beside them slows down one of the two
-# More ranks are thorough: nothing may run beside these tests, so every second of theirs is one of the whole suite.
+# More ranks and gloo are thorough: nothing may run beside these tests, so every second of theirs is one of the whole suite.
 @pytest.mark.parametrize(
     ("world", "backend"),
     [
-        (2, "gloo"),
         (2, "phalanx"),
+        pytest.param(2, "gloo", marks=pytest.mark.thorough),
         pytest.param(3, "gloo", marks=pytest.mark.thorough),
         pytest.param(4, "phalanx", marks=pytest.mark.thorough),
     ],

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from unittest import mock
 
+import pytest
 import torch.multiprocessing as mp
 
 from tests.cluster import spawn_ranks
@@ -26,6 +27,7 @@ def run_as_script(rank: int, world: int, output: str) -> None:
         runpy.run_path(str(EXAMPLE), run_name="__main__")
 
 
+@pytest.mark.thorough
 def test_the_parameter_server_example_converges_and_prints_its_throughput(tmp_path: Path) -> None:
     output = tmp_path / "said"
     (outcome,) = spawn_ranks(1, run_as_script, str(output), backend=None, timeout_s=90)

@@ -153,6 +153,7 @@ def tick_during_an_update() -> tuple[float, float]:
     return gap, longest
 
 
+@pytest.mark.thorough
 @pytest.mark.quiet  # a thread that waits for a processor looks like one that waits for the GIL
 def test_the_gil_is_free_during_the_arithmetic() -> None:
     gap, update_s = run_rpc(2, tick_during_an_update)

@@ -154,7 +154,7 @@ if "fail" in sys.argv:
 
 
 @needs_root
-@pytest.mark.parametrize("mood", ["well", "fail"])
+@pytest.mark.parametrize("mood", [pytest.param("well", marks=pytest.mark.thorough), "fail"])
 def test_a_full_disk_is_said_once_with_the_path_and_costs_no_line_on_the_screen(tmp_path: Path, mood: str) -> None:
     runs = tmp_path / "runs"
     runs.mkdir()

@@ -74,7 +74,7 @@ dist.barrier()
 """
 
 
-@pytest.mark.parametrize("way", ["env", "tcp"])
+@pytest.mark.parametrize("way", [pytest.param("env", marks=pytest.mark.thorough), "tcp"])
 def test_a_script_that_chooses_its_own_port_opens_nothing_either(tmp_path: Path, way: str) -> None:
     with Running(tmp_path, TUTORIAL.replace("{way}", way), "--nproc", "2") as run:
         run.wait_for(r"sum 2\.0")

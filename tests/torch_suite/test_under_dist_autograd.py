@@ -38,8 +38,9 @@ def _run(rank: int, world: int, name: str, file_name: str, reference: bool) -> N
 
 
 # Where there is no wrapper of ours, where CUDA means the CPU that another test has already, and what the same test does with
-# uneven inputs as well.
+# uneven inputs, or inside of another model, as well.
 _OTHERS = (
+    "DdpUnderDistAutogradTest.test_backward_ddp_outside_uneven_inputs",
     "DdpUnderDistAutogradTest.test_backward_ddp_outside",
     "DdpComparisonTest.test_ddp_comparison",
     "DdpUnderDistAutogradTest.test_backward_no_ddp",

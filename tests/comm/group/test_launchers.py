@@ -58,7 +58,8 @@ def _run_script(folder: Path, *command: str, **variables: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("ending", ["leave", pytest.param("destroy", marks=pytest.mark.thorough)])
+@pytest.mark.thorough  # each of its workers imports torch; that ranks meet under it is in launch/test_joining.py
+@pytest.mark.parametrize("ending", ["leave", "destroy"])
 def test_under_torchrun(tmp_path: Path, ending: str) -> None:
     command = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "script.py", ending)
     assert _run_script(tmp_path, *command).count("ok") == 2

@@ -34,6 +34,7 @@ def _ended(run: Hosts, *codes: int) -> None:
     assert found == list(codes), run.said()
 
 
+@pytest.mark.thorough
 @BOTH
 def test_a_worker_that_dies_on_another_host_is_lost_alone(tmp_path: Path, optimizer: str) -> None:
     with hosts(2, tmp_path, _plan(optimizer, "kill", "backward", 3), "--nnodes", "2") as run:
