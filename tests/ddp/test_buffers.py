@@ -84,6 +84,23 @@ def test_buffers_are_synchronised_where_asked_for(mode: str) -> None:
         assert flags == ([True, True] if rank == 0 or mode != "off everywhere" else [False, True])
 
 
+def other_layers(rank: int, world: int) -> list[float]:
+    """A layer with a buffer is added after wrapping, to a model that had none, and another takes its place."""
+    model = nn.Sequential(nn.Linear(2, 2))
+    wrapped = phalanx.DistributedDataParallel(model)
+    seen = []
+    for _ in range(2):
+        model.add_module("late", Counting(rank).requires_grad_(False))
+        for _ in range(2):
+            wrapped(torch.ones(1, 2)).sum().backward()
+        seen += model.late.seen
+    return seen
+
+
+def test_buffers_of_layers_that_came_after_wrapping_are_synchronised() -> None:
+    assert run_ranks(2, other_layers) == [[0, 10, 0, 10]] * 2
+
+
 def two_forwards(rank: int, world: int) -> list[torch.Tensor]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))

@@ -30,10 +30,10 @@ class BufferHook:
 
 
 class BufferSync:
-    """The buffers of one module. They are looked up at each use: users reassign and rename them."""
+    """The buffers of one module. They are looked up at each use: users reassign them, and add and remove layers."""
 
     def __init__(self, module: torch.nn.Module, ignored: Collection[str]) -> None:
-        self._named_modules = list(module.named_modules())
+        self._module = module
         self._ignored = frozenset(ignored)
         self.hook: BufferHook | None = None
 
@@ -41,12 +41,21 @@ class BufferSync:
         """The buffers as they are now, shared ones once, ignored ones left out."""
         found: dict[str, torch.Tensor] = {}
         seen: set[int] = set()
-        for prefix, module in self._named_modules:
+        # By a stack, in the order of `named_modules`: that is a generator per level, and this runs before each forward.
+        stack = [("", self._module)]
+        while stack:
+            prefix, module = stack.pop()
+            if id(module) in seen:
+                continue
+            seen.add(id(module))
             for name, buffer in module._buffers.items():
-                full = f"{prefix}.{name}" if prefix else name
+                full = prefix + name
                 if buffer is not None and id(buffer) not in seen and full not in self._ignored:
                     seen.add(id(buffer))
                     found[full] = buffer
+            if module._modules:
+                children = reversed(module._modules.items())
+                stack += [(f"{prefix}{name}.", child) for name, child in children if child is not None]
         return found
 
     def in_order(self) -> list[torch.Tensor]:
