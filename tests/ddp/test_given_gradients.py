@@ -436,3 +436,31 @@ def move(rank: int, world: int, how: str, views: bool, zeroed: str) -> None:
 @pytest.mark.parametrize("how", MOVES)
 def test_a_model_may_be_moved_while_it_has_gradients(how: str, views: bool, zeroed: str, backend: str) -> None:
     run_ranks(2, move, how, views, zeroed, backend=backend)
+
+
+def swaps_gradients(rank: int, world: int, width: int, cap_mb: float | None) -> None:
+    """In view mode, to the same bucket and to another; what is accumulated next is added to what is there now."""
+    torch.manual_seed(3)
+    model = nn.Sequential(*(nn.Linear(width, width) for _ in range(4)))
+    plain = unwrapped(model)
+    wrapped = phalanx.DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=cap_mb)
+    held: list[torch.Tensor] = []
+    for step in range(4):
+        wrapped(inputs(step, rank, width)).square().mean().backward()
+        new = mean_by_hand(plain, world, lambda m, r, step=step: m(inputs(step, r, width)).square().mean())
+        held = [a + b for a, b in zip(held or [torch.zeros(())] * len(new), new, strict=True)]
+        assert_mean(model, held)
+        weights = [layer.weight for layer in model]
+        for first, second in ((0, 3), (1, 2)):
+            weights[first].grad, weights[second].grad = weights[second].grad, weights[first].grad
+            held[2 * first], held[2 * second] = held[2 * second], held[2 * first]
+        # And one that is left without: the next gradient of its own is packed where another parameter's lies.
+        weights[0].grad, weights[1].grad = weights[1].grad, None
+        held[0], held[2] = held[2], torch.zeros_like(held[2])
+
+
+@everywhere
+@widths
+@pytest.mark.parametrize("cap_mb", [None, 1e-4], ids=["one bucket", "buckets"])
+def test_views_that_users_swap_between_parameters_stay_apart(cap_mb: float | None, width: int, backend: str) -> None:
+    run_ranks(2, swaps_gradients, width, cap_mb, backend=backend)

@@ -246,6 +246,11 @@ def is_unshared(held: list[torch.Tensor | None], place: int) -> bool:
     return _counts(held, place) == _ALONE
 
 
+def shares_memory(tensor: torch.Tensor) -> bool:
+    """Whether other tensors lie in the same memory. Of a subclass nobody asks: it may have no memory of its own."""
+    return type(tensor) is torch.Tensor and tensor.layout == torch.strided and references(tensor) > _ALONE[2]
+
+
 def is_same(grad: torch.Tensor, view: torch.Tensor) -> bool:
     """Whether both name the same values in the same memory (autograd may hand out a new tensor object)."""
     return (
