@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import phalanx
+from phalanx.errors import ConfigError
 from tests.cluster import run_ranks
 from tests.ddp.by_hand import alike, assert_mean, everywhere, inputs, mean_by_hand, unwrapped, widths
 
@@ -336,3 +337,51 @@ def complex_halves(rank: int, world: int, views: bool, size: int) -> None:
 @pytest.mark.parametrize("views", [False, True], ids=["copies", "views"])
 def test_complex_numbers_of_half_precision_are_averaged(views: bool, size: int, backend: str) -> None:
     run_ranks(2, complex_halves, views, size, backend=backend)
+
+
+class Chosen(nn.Module):
+    """In bfloat16; the second layer is used by rank 0 alone."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = (nn.Linear(width, width, dtype=torch.bfloat16) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, with_second: bool) -> torch.Tensor:
+        x = torch.tanh(self.first(x))
+        return (self.second(x) if with_second else x).float().square().mean()
+
+
+def by_chosen_dtype(rank: int, world: int, width: int, options: dict[str, Any]) -> None:
+    """`grad_dtype` is set before wrapping, changed afterwards, and set back."""
+    model = Chosen(width)
+    plain, by_rank = unwrapped(model), [inputs(0, r, width).bfloat16() for r in range(world)]
+    for step, dtype in enumerate([torch.float32, torch.float32, torch.float64, torch.bfloat16]):
+        for param in (*plain.parameters(), *model.parameters()):
+            param.grad = None
+            param.grad_dtype = dtype  # type: ignore[assignment]
+        if step == 0:
+            wrapped = phalanx.DistributedDataParallel(model, bucket_cap_mb=0.01, on_unused="ignore", **options)
+        wrapped(by_rank[rank], rank == 0).backward()
+        assert {param.grad.dtype for param in model.parameters()} == {dtype}
+        rounded = 1e-2 if dtype is torch.bfloat16 else 1e-5
+        assert_mean(model, mean_by_hand(plain, world, lambda m, r: m(by_rank[r], r == 0)), rounded)
+
+
+@everywhere
+@widths
+@pytest.mark.parametrize("views", [False, True], ids=["copies", "views"])
+def test_gradients_travel_in_the_dtype_that_users_chose_for_them(views: bool, width: int, backend: str) -> None:
+    run_ranks(2, by_chosen_dtype, width, {"gradient_as_bucket_view": views}, backend=backend)
+
+
+def scattered_in_chosen_dtype(rank: int, world: int) -> None:
+    model = Chosen(8)
+    wrapped = phalanx.DistributedDataParallel(model)
+    model.first.bias.grad_dtype = torch.float32
+    with pytest.raises(ConfigError, match=r"'first.bias' is torch.bfloat16 and its grad_dtype torch.float32"):
+        phalanx.ZeroRedundancyOptimizer(wrapped.parameters(), torch.optim.SGD, lr=0.1, overlap_with_ddp=True)
+
+
+def test_gradients_of_another_dtype_are_not_scattered() -> None:
+    run_ranks(2, scattered_in_chosen_dtype)

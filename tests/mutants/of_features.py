@@ -14,6 +14,7 @@ HALF = "src/phalanx/comm/hooks/compress/half.py"
 INT8 = "src/phalanx/comm/hooks/compress/int8.py"
 ROUND = "src/phalanx/comm/hooks/compress/round.py"
 RESIDUAL = "src/phalanx/comm/hooks/compress/residual.py"
+PARAMS = "src/phalanx/plan/params.py"
 BUCKETS = "src/phalanx/plan/buckets.py"
 SHARDS = "src/phalanx/plan/shards.py"
 
@@ -199,5 +200,20 @@ MUTATIONS = (
         new="        begin = start\n",
         words="zero",
         tests="tests/plan/test_shards.py",
+    ),
+    Mutation(
+        name="plan: gradients travel in the dtype of their parameters, whichever the user chose for them",
+        file=PARAMS,
+        old="    return param.grad_dtype or param.dtype\n",
+        new="    return param.dtype\n",
+        tests="tests/ddp/test_kinds.py",
+    ),
+    Mutation(
+        name="buffers: those of layers that were added after wrapping are left alone",
+        file=BUFFERS,
+        old="        self._module = module\n",
+        new="        self._module, self._old = module, set(module.modules())\n",
+        also=(("            if id(module) in seen:\n", "            if id(module) in seen or module not in self._old:\n"),),
+        tests="tests/ddp/test_buffers.py",
     ),
 )

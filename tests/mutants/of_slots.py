@@ -224,4 +224,18 @@ MUTATIONS = (
         new="        and True",
         tests="tests/ddp/test_kinds.py",
     ),
+    Mutation(
+        name="memory: a view that the user has moved to another parameter stays where a mean will be written",
+        file=BUCKET,
+        old="                param.grad = grad.detach().clone()\n",
+        new="                pass\n",
+        tests="tests/ddp/test_given_gradients.py",
+    ),
+    Mutation(
+        name="bucket: it stays as it is when the user chooses another dtype for gradients",
+        file=MEMORY,
+        old="        return [param.grad_dtype or param.dtype for param in self.params], self.params[0].device\n",
+        new="        return [param.dtype for param in self.params], self.params[0].device\n",
+        tests="tests/ddp/test_kinds.py",
+    ),
 )

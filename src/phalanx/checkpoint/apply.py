@@ -17,6 +17,7 @@ import torch
 from ..ddp.passes.settling import PlanMemory
 from ..errors import ArgumentTypeError, PlanError, StateError
 from ..plan import BucketPlan
+from ..plan.params import gradient_dtype
 from ..zero.optimizer import ZeroRedundancyOptimizer
 from ..zero.partition.element import ElementPartition
 from .capture import STATES, Subject
@@ -310,7 +311,7 @@ class Restoration:
         for name, grad in (saved or {}).items():
             param = names.get(self._choice.new_name(name))
             if param is not None and param.shape == grad.shape:
-                param.grad = torch.empty_like(param).copy_(grad)
+                param.grad = torch.empty_like(param, dtype=gradient_dtype(param)).copy_(grad)
 
     def _set_randomness(self) -> None:
         if not self._choice.wants(RANDOM) or self.source.texts[0].get(RANDOM) is None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,8 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import UninitializedParameter
 
 from ..errors import ArgumentTypeError, ConfigError, PhalanxError, ReductionError, StateError
-from ..plan import BucketCaps
+from ..plan import BucketCaps, ParamSpec, specs_of
 from ..plan.buckets import DEFAULT_CAP_BYTES, DEFAULT_FIRST_CAP_BYTES, MIB
+from ..plan.params import gradient_dtype
 
 
 class UnsuitableModel(PhalanxError, RuntimeError):
@@ -244,6 +246,20 @@ def sparse_names(module: torch.nn.Module) -> set[str]:
         if isinstance(child, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and child.sparse
         for name, _ in child.named_parameters(recurse=False)
     }
+
+
+def gradient_specs(
+    module: torch.nn.Module,
+    trained: Sequence[tuple[str, torch.nn.Parameter]],
+    delayed: Collection[str],
+    reduce_dtype: torch.dtype | None,
+) -> tuple[ParamSpec, ...]:
+    """What the plan is made of: parameters, each with the dtype in which its gradient travels."""
+    specs = specs_of(trained, sparse_names(module), delayed)
+    if reduce_dtype is not None:
+        return tuple(replace(spec, dtype=reduce_dtype) if spec.dtype.is_floating_point else spec for spec in specs)
+    # Not the parameter's: whoever asks for gradients in float32 does not want their mean rounded.
+    return tuple(replace(spec, dtype=gradient_dtype(param)) for spec, (_, param) in zip(specs, trained, strict=True))
 
 
 def adapt_to_mesh(module: torch.nn.Module, mesh: DeviceMesh | None) -> None:

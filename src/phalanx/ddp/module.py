@@ -10,7 +10,6 @@ import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -26,7 +25,7 @@ from ..comm.torch_backend import collectives_for
 from ..errors import PhalanxError, ReductionError
 from ..optim.engine import BackwardEnd
 from ..optim.in_backward import num_applied
-from ..plan import BucketPlan, build_plan, specs_of
+from ..plan import BucketPlan, build_plan
 from ..plan.buckets import DEFAULT_CAP_BYTES
 from . import arguments
 from .agreement import agree_on_arguments, verify_same
@@ -202,10 +201,8 @@ class DistributedDataParallel(TorchBase):
         announce(self)
 
     def _make_plan(self, trained: Sequence[tuple[str, torch.nn.Parameter]]) -> BucketPlan:
-        specs = specs_of(trained, arguments.sparse_names(self.module), self._delayed_names)
-        if self._low is not None and (dtype := self._low.reduce_dtype) is not None:
-            specs = tuple(replace(spec, dtype=dtype) if spec.dtype.is_floating_point else spec for spec in specs)
-        return build_plan(specs, self.caps)
+        reduce_dtype = None if self._low is None else self._low.reduce_dtype
+        return build_plan(arguments.gradient_specs(self.module, trained, self._delayed_names, reduce_dtype), self.caps)
 
     def _agree(self) -> int:
         """Compare with the other ranks before any data moves; returns this wrapper's number among those of the group."""

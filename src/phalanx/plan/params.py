@@ -82,6 +82,11 @@ def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(stride))
 
 
+def gradient_dtype(param: torch.Tensor) -> torch.dtype:
+    """The dtype of the gradients that autograd makes: the parameter's, unless the user has chosen another for them."""
+    return param.grad_dtype or param.dtype
+
+
 def specs_of(
     named_parameters: Iterable[tuple[str, torch.Tensor]], sparse: Iterable[str] = (), delayed: Iterable[str] = ()
 ) -> tuple[ParamSpec, ...]:

@@ -23,6 +23,7 @@ from ...comm.bucket import GradBucket
 from ...comm.collectives import Work
 from ...plan import Bucket as PlannedBucket
 from ...plan import ParamSpec, Slot
+from ...plan.params import gradient_dtype
 from . import slot
 from .slot import HELD, LATE
 from .tail import Reading, Tail
@@ -125,7 +126,8 @@ class Bucket(abc.ABC):
 
     @property
     def _current_kinds(self) -> tuple[list[torch.dtype], torch.device]:
-        return [param.dtype for param in self.params], self.params[0].device
+        # `gradient_dtype`, without a call per parameter: this is asked before each forward.
+        return [param.grad_dtype or param.dtype for param in self.params], self.params[0].device
 
     @property
     def names(self) -> list[str]:
@@ -183,7 +185,7 @@ class Bucket(abc.ABC):
         """The pass was given up: whoever had a gradient when it began has one, as on ranks that came less far."""
         for param in self._had:
             if param.grad is None:
-                param.grad = torch.zeros_like(param, requires_grad=False)
+                param.grad = torch.zeros_like(param, dtype=gradient_dtype(param), requires_grad=False)
 
     def abandon(self) -> None:
         """The pass is given up. Owners get their tensors back at once, so that zeroing them now has an effect.

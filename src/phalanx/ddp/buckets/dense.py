@@ -12,6 +12,7 @@ from typing import cast
 import torch
 
 from ...comm.memory.copies import copy_all
+from ...plan.params import gradient_dtype
 from . import slot
 from .bucket import Bucket, BucketMemory, Contents, Scale, Stage, is_same, is_unshared, multiplies, shares_memory
 from .slot import ABSENT, COPIED, HELD, LATE, LOANED, LOCAL, SCATTERED, TAKEN, VIEWED
@@ -267,7 +268,7 @@ class DenseBucket(Bucket):
 
     def _show(self, place: int) -> None:
         param = self.params[place]
-        if param.dtype != self.dtype:
+        if gradient_dtype(param) != self.dtype:
             self._give_new(place)
             return
         param.grad = self.memory.show(place)
@@ -312,12 +313,13 @@ class DenseBucket(Bucket):
     def _give_new(self, place: int) -> None:
         """The gradient that was taken is gone (or there was none): the body's memory takes its place, or a new tensor."""
         param, view = self.params[place], self.views[place]
-        if self.large[place] and param.dtype == view.dtype and self._num_kept < _MOST_KEPT:
+        dtype = gradient_dtype(param)
+        if self.large[place] and dtype == view.dtype and self._num_kept < _MOST_KEPT:
             param.grad = view.detach()  # a tensor of its own, so that references to it count
             self.memory.is_loaned = True
             slot.give(self.states, place, LOANED)
         else:
-            param.grad = torch.empty_like(param, requires_grad=False).copy_(view)
+            param.grad = torch.empty_like(param, dtype=dtype, requires_grad=False).copy_(view)
             slot.give(self.states, place, COPIED)
 
     def _give_back(self, place: int) -> None:
@@ -335,7 +337,7 @@ class DenseBucket(Bucket):
         for place, owner in enumerate(self._owners):
             if owner is not None and self.states[place] in slot.GONE:
                 # Taken in low precision, and the parameter may be in full precision again.
-                self.params[place].grad = owner.to(self.params[place].dtype)
+                self.params[place].grad = owner.to(gradient_dtype(self.params[place]))
         # View mode: their places in the body are no gradients any more.
         for place, kept in self._kept.items():
             self.params[place].grad = kept

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from ...comm.sparse import SparseSum
+from ...plan.params import gradient_dtype
 from . import slot
 from .bucket import Bucket, Contents, Scale, Stage, multiplies
 from .slot import ABSENT, COPIED, LATE
@@ -78,7 +79,7 @@ class SparseBucket(Bucket):
 
     def _set_grad(self, grad: torch.Tensor) -> None:
         param = self.params[0]
-        param.grad = grad if grad.dtype == param.dtype else grad.to(param.dtype)
+        param.grad = grad.to(gradient_dtype(param))
 
     @property
     def _nothing(self) -> torch.Tensor:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ...plan.params import gradient_dtype
 from ..buckets import slot
 from ..buckets.bucket import Bucket, Stage
 
@@ -81,7 +82,7 @@ def _fill_in(run: Pass) -> None:
         bucket, place = run.reducer.places[index]
         param = params[index]
         if num_ranks and param.grad is None and param.requires_grad and not bucket.sparse:
-            param.grad = torch.zeros_like(param, requires_grad=False)
+            param.grad = torch.zeros_like(param, dtype=gradient_dtype(param), requires_grad=False)
             slot.hold(bucket.states, place)
 
 

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from ...errors import ReductionError
+from ...plan.params import gradient_dtype
 
 _aten = torch.ops.aten
 
@@ -42,7 +43,7 @@ class ScatteredGradient(torch.Tensor):
     @staticmethod
     def __new__(cls, param: torch.Tensor, number: int, keeper: SliceKeeper) -> ScatteredGradient:
         made: ScatteredGradient = torch.Tensor._make_wrapper_subclass(
-            cls, param.shape, strides=param.stride(), dtype=param.dtype, device=param.device
+            cls, param.shape, strides=param.stride(), dtype=gradient_dtype(param), device=param.device
         )
         made.number = number
         made.pending = None
@@ -118,4 +119,5 @@ def fill_zeroed(param: torch.Tensor) -> None:
     """Make a scattered gradient that the user has zeroed a whole one, of what has been added to it since."""
     marker = param.grad
     if isinstance(marker, ScatteredGradient) and marker.is_zero:
-        param.grad, marker.pending = torch.zeros_like(param) if marker.pending is None else marker.pending, None
+        whole = torch.zeros_like(param, dtype=marker.dtype) if marker.pending is None else marker.pending
+        param.grad, marker.pending = whole, None

@@ -29,10 +29,21 @@ def check_wrapper(wrapper: DistributedDataParallel, sharded: ShardedOptimizer, s
             f"'{names[0]}' has sparse gradients, which cannot be scattered. Use Embedding(sparse=False), or "
             'partition="parameter".'
         )
+    if sharded.choice.partition == "element" and wrapper.mixed_precision is None:
+        _check_dtypes(wrapper)
     if stage == 2 and wrapper.gradient_as_bucket_view:
         raise ConfigError(
             "stage=2 frees gradients and gradient_as_bucket_view=True keeps memory for all of them. Use one of the two."
         )
+
+
+def _check_dtypes(wrapper: DistributedDataParallel) -> None:
+    for param, spec in zip(wrapper.reducer.params, wrapper.reducer.plan.specs, strict=True):
+        if param.dtype != spec.dtype:
+            raise ConfigError(
+                f"'{spec.name}' is {param.dtype} and its grad_dtype {spec.dtype}: with overlap_with_ddp=True parameters are "
+                'cut as their gradients are, in one dtype. Use partition="parameter", or overlap_with_ddp=False.'
+            )
 
 
 def wider_plan(wrapper: DistributedDataParallel) -> BucketPlan | None:
@@ -54,6 +65,7 @@ def wider_plan(wrapper: DistributedDataParallel) -> BucketPlan | None:
 def plans_of_wrapper(wrapper: DistributedDataParallel, table: ParamTable) -> list[NumberedPlan]:
     """First the plan that the wrapper reduces by, so that its bucket i is ours; then those for what it leaves out."""
     reducer = wrapper.reducer
+    _check_dtypes(wrapper)
     for param, spec in zip(reducer.params, reducer.plan.specs, strict=True):
         if param not in table.index_of:
             raise ConfigError(
