@@ -27,8 +27,10 @@ from phalanx.ddp.agreement import device_for
 from phalanx.ddp.reducer.strategy import AllReduce
 from phalanx.errors import MismatchError
 from phalanx.launch import worker
+from tests.ddp.by_hand import Breaks, BrokenLayer
 
 from .process import on_device
+from .scenarios import observe
 
 
 def _model() -> nn.Module:
@@ -199,6 +201,29 @@ def _nonfinite() -> dict[str, Any]:
     return {"dropped": [param.grad is None for param in ddp.parameters()]}
 
 
+def _given_up() -> dict[str, Any]:
+    """A backward that raises on every rank, before each one that goes well; and an optimizer without a wrapper."""
+
+    def failing() -> Callable[[torch.Tensor], None]:
+        ddp = _wrapped()
+
+        def step(_: torch.Tensor) -> None:
+            handle = ddp.module[0].register_forward_hook(lambda _, inputs, output: Breaks.apply(output))
+            with contextlib.suppress(BrokenLayer):
+                _backward(ddp)
+            handle.remove()
+            _backward(ddp)
+
+        return step
+
+    def unnamed() -> Callable[[torch.Tensor], None]:
+        zero = phalanx.ZeroRedundancyOptimizer(_model().parameters(), torch.optim.SGD, lr=0.1)
+        return lambda _: zero.step()
+
+    found = [observe("given up", failing), observe("unnamed", unnamed)]
+    return {"races": [one.races for one in found], "errors": [one.error for one in found]}
+
+
 def _without_set_device() -> dict[str, Any]:
     """A group for the device alone, parameters on its second one, and the first one current as nobody has set it."""
     group = dist.group.WORLD
@@ -233,6 +258,7 @@ _FUNCTIONS: dict[str, Callable[[], Any]] = {
     "times": _times,
     "threads": _threads_of_the_engine,
     "nonfinite": _nonfinite,
+    "given up": _given_up,
     "without set_device": _without_set_device,
     "composite": _composite,  # last: it leaves the group that the others use
 }
@@ -288,6 +314,10 @@ def test_hooks_in_the_devices_thread_know_which_pass_they_are_in() -> None:
 
 def test_nonfinite_gradients_are_dropped_in_the_same_step() -> None:
     assert _found()["nonfinite"] == {"dropped": [True] * 4}
+
+
+def test_ranks_come_to_the_same_point_on_the_device_after_a_backward_that_raised() -> None:
+    assert _found()["given up"] == {"races": [{}, {}], "errors": [None, None]}
 
 
 def test_ranks_meet_on_the_device_of_their_parameters_not_on_the_current_one() -> None:

@@ -85,11 +85,18 @@ class Wider(Draw):
             self.kinds &= {"closure", "rate", "look", "unused", "order", "experts"}
             if self.mode != "zero" or self.models or "mixed" in options:
                 options["optimizer"] = "sgd"
+        self.draw_auto()
         self.models = [dataclasses.replace(model, zero=self.zero_of(model.mode)) for model in self.models]
         self.held = self.draw_held()
         # Of a chance of its own, so that the rest of the program stays what it was.
         alike = set(self.modes) in ({"plain"}, {"zero"})
         self.common = alike and random.Random(f"common {self.seed}").random() < 0.35
+
+    def draw_auto(self) -> None:
+        """Whether the optimizer finds out by itself that gradients are sparse. Also of a chance of its own."""
+        is_sparse = any(part.kind in ("SparseWords", "Unannounced") for part in self.parts)
+        if is_sparse and self.zero.get("partition") == "parameter" and random.Random(f"auto {self.seed}").random() < 0.6:
+            self.zero["partition"] = "auto"
 
     def draw_watching(self) -> None:
         super().draw_watching()
