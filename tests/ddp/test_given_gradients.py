@@ -438,12 +438,14 @@ def test_a_model_may_be_moved_while_it_has_gradients(how: str, views: bool, zero
     run_ranks(2, move, how, views, zeroed, backend=backend)
 
 
-def swaps_gradients(rank: int, world: int, width: int, cap_mb: float | None) -> None:
+def swaps_gradients(rank: int, world: int, width: int, cap_mb: float | None, num_wrappers: int) -> None:
     """In view mode, to the same bucket and to another; what is accumulated next is added to what is there now."""
     torch.manual_seed(3)
     model = nn.Sequential(*(nn.Linear(width, width) for _ in range(4)))
     plain = unwrapped(model)
-    wrapped = phalanx.DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=cap_mb)
+    parts = [model] if num_wrappers == 1 else [model[:2], model[2:]]
+    options = {"gradient_as_bucket_view": True, "bucket_cap_mb": cap_mb}
+    wrapped = nn.Sequential(*(phalanx.DistributedDataParallel(part, **options) for part in parts))
     held: list[torch.Tensor] = []
     for step in range(4):
         wrapped(inputs(step, rank, width)).square().mean().backward()
@@ -461,6 +463,6 @@ def swaps_gradients(rank: int, world: int, width: int, cap_mb: float | None) -> 
 
 @everywhere
 @widths
-@pytest.mark.parametrize("cap_mb", [None, 1e-4], ids=["one bucket", "buckets"])
-def test_views_that_users_swap_between_parameters_stay_apart(cap_mb: float | None, width: int, backend: str) -> None:
-    run_ranks(2, swaps_gradients, width, cap_mb, backend=backend)
+@pytest.mark.parametrize("layout", [(None, 1), (1e-4, 1), (None, 2)], ids=["one bucket", "buckets", "wrappers"])
+def test_views_that_users_swap_between_parameters_stay_apart(layout: tuple[Any, int], width: int, backend: str) -> None:
+    run_ranks(2, swaps_gradients, width, *layout, backend=backend)

@@ -227,8 +227,8 @@ MUTATIONS = (
     Mutation(
         name="memory: a view that the user has moved to another parameter stays where a mean will be written",
         file=BUCKET,
-        old="                param.grad = grad.detach().clone()\n",
-        new="                pass\n",
+        old="            self._memory = None  # it stays with the gradients that lie there\n",
+        new="            pass\n",
         tests="tests/ddp/test_given_gradients.py",
     ),
     Mutation(

@@ -248,11 +248,6 @@ def is_unshared(held: list[torch.Tensor | None], place: int) -> bool:
     return _counts(held, place) == _ALONE
 
 
-def shares_memory(tensor: torch.Tensor) -> bool:
-    """Whether other tensors lie in the same memory. Of a subclass nobody asks: it may have no memory of its own."""
-    return type(tensor) is torch.Tensor and tensor.layout == torch.strided and references(tensor) > _ALONE[2]
-
-
 def is_same(grad: torch.Tensor, view: torch.Tensor) -> bool:
     """Whether both name the same values in the same memory (autograd may hand out a new tensor object)."""
     return (
@@ -301,6 +296,14 @@ class BucketMemory:
     def is_held(self) -> bool:
         """Whether tensors of others share this memory."""
         return references(self.flat) > self._own_references
+
+    def has_moved(self, params: Sequence[torch.Tensor]) -> bool:
+        """Whether the user has made a view of this memory the gradient of another parameter, of any wrapper.
+
+        Where its own parameter does not hold it, something in C++ does: only there is `.grad` kept.
+        """
+        pairs = zip(params, self.shown, strict=True)
+        return any(param.grad is not shown and shown._use_count() > _ALONE[1] for param, shown in pairs)  # type: ignore[attr-defined]
 
     def show(self, place: int) -> torch.Tensor:
         """The gradient of this place for view mode; made anew if the user has moved the one there was."""

@@ -14,7 +14,7 @@ import torch
 from ...comm.memory.copies import copy_all
 from ...plan.params import gradient_dtype
 from . import slot
-from .bucket import Bucket, BucketMemory, Contents, Scale, Stage, is_same, is_unshared, multiplies, shares_memory
+from .bucket import Bucket, BucketMemory, Contents, Scale, Stage, is_same, is_unshared, multiplies
 from .slot import ABSENT, COPIED, HELD, LATE, LOANED, LOCAL, SCATTERED, TAKEN, VIEWED
 
 # From this size on a gradient is moved by an operation of its own, as soon as it arrives and while it is in the cache; small
@@ -92,18 +92,8 @@ class DenseBucket(Bucket):
                 self._num_kept += 1
             else:
                 self._memory.is_loaned = False
-
-    def note_gradients(self) -> None:
-        super().note_gradients()
-        if self.as_views:
-            self._part_swapped()
-
-    def _part_swapped(self) -> None:
-        """View mode: what the user has moved from one parameter to another lies where another mean will be written."""
-        shown: Sequence[torch.Tensor | None] = [None] * len(self.slots) if self._memory is None else self._memory.shown
-        for param, own in zip(self.params, shown, strict=True):
-            if (grad := param.grad) is not None and grad is not own and shares_memory(grad):
-                param.grad = grad.detach().clone()
+        if self.as_views and self._memory is not None and self._memory.has_moved(self.params):
+            self._memory = None  # it stays with the gradients that lie there
 
     # -- in ------------------------------------------------------------------------------------
 
