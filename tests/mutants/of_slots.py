@@ -96,7 +96,7 @@ MUTATIONS = (
     Mutation(
         name="bucket: a loan of the bucket's dtype for a parameter of another",
         file=BUCKET,
-        old="        if self.large[place] and param.dtype == view.dtype and",
+        old="        if self.large[place] and dtype == view.dtype and",
         new="        if self.large[place] and",
         words="mixed large",
     ),
@@ -150,7 +150,7 @@ MUTATIONS = (
     Mutation(
         name="bucket: a gradient of low precision is given back to a full parameter as it is",
         file=BUCKET,
-        old="owner.to(self.params[place].dtype)",
+        old="owner.to(gradient_dtype(self.params[place]))",
         new="owner",
         tests="tests/ddp/test_failed_pass.py",
     ),
