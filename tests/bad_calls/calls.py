@@ -64,6 +64,16 @@ def in_two_groups() -> list[Any]:
     return [{"params": [weight]}, {"params": iter([weight])}]
 
 
+def unclosed() -> None:
+    """What is refused leaves the optimizer whole: the same call again is the same error, and not that it is torn."""
+    zero = phalanx.ZeroRedundancyOptimizer(_net().parameters(), torch.optim.LBFGS)
+    try:
+        zero.step()
+    except phalanx.PhalanxError:
+        assert not zero.is_torn
+    zero.step()
+
+
 def init(**options: Any) -> Callable[[], Any]:
     return lambda: phalanx.init(**options)
 
@@ -115,6 +125,8 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     "hook: plain, text": (registered("x", hooks.allreduce_hook), "None or a process group"),
     "hook: PowerSGD, rank 0": (lambda: hooks.PowerSGDState(None, matrix_approximation_rank=0), "matrix_approximation_rank"),
     "hook: PowerSGD, rank 1.5": (lambda: hooks.PowerSGDState(None, matrix_approximation_rank=1.5), "a whole number"),
+    "hook: int8, group": (lambda: hooks.Int8State("x"), "must be a process group"),  # type: ignore[arg-type]
+    "hook: top-k, nothing": (lambda: hooks.TopKState(ratio=0), "nothing would be sent"),
     "weight: text": (entered(lambda ddp: ddp.weight("x")), "a weight is a number"),
     "weight: nan": (entered(lambda ddp: ddp.weight(NAN)), "a weight must be finite"),
     "weight: negative": (entered(lambda ddp: ddp.weight(-1)), "a weight must be finite and not negative"),
@@ -143,7 +155,7 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
         for what, value in {**NO_NUMBERS, "nan": NAN, "negative": -1.0}.items()
     },
     "norm_type: nan": (optimizer(lambda zero: zero.clip_grad_norm_(1.0, NAN)), "norm_type"),
-    "norm_type: 0": (optimizer(lambda zero: zero.clip_grad_norm_(1.0, 0)), "norm_type"),
+    "closure: none for LBFGS": (unclosed, "needs a closure"),
     "consolidate: text": (optimizer(lambda zero: zero.consolidate_state_dict("x")), "to must be a rank"),
     "consolidate: too far": (optimizer(lambda zero: zero.consolidate_state_dict(9)), "to must be a rank"),
     "load: a number": (optimizer(lambda zero: zero.load_state_dict(3)), "state"),
@@ -179,6 +191,14 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     "trace: folder": (lambda: trace.start(3, 0), "a trace needs a folder"),  # type: ignore[arg-type]
     "trace: a file": (lambda: trace.start(__file__, 0), "is a file"),
     "trace: rank": (lambda: trace.start(".", "x"), "a rank of 0 or more"),  # type: ignore[arg-type]
+    "elastic: a number": (lambda: phalanx.elastic.run(3), "given the model first"),
+    "elastic: without the call": (lambda: phalanx.elastic.run(_net), "Decorate with a call"),  # type: ignore[arg-type]
+    "elastic: events": (lambda: phalanx.elastic.run(on_event=3), "on_event must be a function"),
+    "explain: a number": (lambda: phalanx.compile.explain(3), "explain describes a torch.nn.Module"),
+    "explain: caps": (lambda: phalanx.compile.explain(_net(), caps=3), "caps must be BucketCaps"),
+    "remote: interface": (lambda: phalanx.remote.init("w", interface=3), "interface is the name"),
+    "install: no library": (lambda: phalanx.install("x"), "no library of that name"),
+    "install: a number": (lambda: phalanx.install(3), "names of libraries"),
     "init: a number for a backend": (init(backend=3), "backend is the name"),
     "init: no such backend": (init(backend="carrier pigeon"), "no backend"),
     "init: no such device": (init(device="abacus"), "no device"),

@@ -94,4 +94,11 @@ MUTATIONS = (
         new="",
         tests=USAGE,
     ),
+    Mutation(
+        name="apply: random numbers are looked at when the rest is loaded",
+        file="src/phalanx/checkpoint/apply.py",
+        old="        if self._choice.wants(RANDOM) and self.source.texts[0].get(RANDOM) is not None:\n            check",
+        new="        if False:\n            check",
+        tests="tests/security/test_checkpoints.py::test_forged_random_numbers_are_refused_before_anything_is_loaded",
+    ),
 )

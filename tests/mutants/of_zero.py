@@ -461,4 +461,18 @@ MUTATIONS = (
         new="",
         tests="tests/zero/test_placement.py",
     ),
+    Mutation(
+        name="clipping: torch's norm of order 0 is refused",
+        file="src/phalanx/zero/clipping.py",
+        old="        if not float(value) >= 0:\n",
+        new="        if not float(value) > 0:\n",
+        tests="tests/zero/test_clipping.py::test_the_norm_of_order_0_is_torchs_where_gradients_are_whole",
+    ),
+    Mutation(
+        name="parameter: LBFGS begins a step without a closure",
+        file="src/phalanx/zero/partition/parameter.py",
+        old="        if self.coupled and not callable(closure):\n",
+        new="        if False:\n",
+        tests="tests/bad_calls/test_bad_calls.py::test_a_wrong_argument_is_one_clear_error",
+    ),
 )

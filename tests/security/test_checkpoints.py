@@ -84,6 +84,26 @@ def test_a_forged_checkpoint_is_refused_in_words(folder: Path, kind: str) -> Non
         CliRunner().invoke(command, arguments, catch_exceptions=False, standalone_mode=False)
 
 
+RANDOM: dict[str, Forgery] = {
+    "text": lambda m: m["texts"].__setitem__("random", "x"),
+    "without Python's": lambda m: m["texts"]["random"].__delitem__("python"),
+    "Python's a number": lambda m: m["texts"]["random"].__setitem__("python", 3),
+    "numpy's a list": lambda m: m["texts"]["random"].__setitem__("numpy", []),
+    "torch's a text": lambda m: m["texts"]["random"].__setitem__("torch", "x"),
+    "devices a number": lambda m: m["texts"]["random"].__setitem__("devices", 3),
+}
+
+
+@pytest.mark.parametrize("kind", RANDOM)
+def test_forged_random_numbers_are_refused_before_anything_is_loaded(folder: Path, kind: str) -> None:
+    forge(folder, RANDOM[kind])
+    model, optimizer = trained()
+    before = [param.detach().clone() for param in model.parameters()]
+    with Checkpointer(folder, model, optimizer) as checkpointer, pytest.raises(StateError, match="random"):
+        checkpointer.restore()
+    assert all(map(torch.equal, model.parameters(), before))
+
+
 @pytest.fixture
 def ends_soon() -> Iterator[None]:
     before = signal.signal(signal.SIGALRM, lambda *_: pytest.fail("it hangs"))

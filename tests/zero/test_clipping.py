@@ -9,6 +9,7 @@ import torch
 from torch import nn, optim
 
 import phalanx
+from phalanx.errors import ConfigError
 from phalanx.zero import ZeroRedundancyOptimizer
 from phalanx.zero.clipping import clip_shards
 from tests.cluster import run_ranks
@@ -53,6 +54,12 @@ def test_clipping_by_the_norm_over_all_ranks(norm_type: float, backend: str) -> 
         for norms, values in results[1:]:
             assert norms == results[0][0]
             assert all(map(torch.equal, values, results[0][1]))
+
+
+def test_the_norm_of_order_0_is_torchs_where_gradients_are_whole() -> None:
+    run_ranks(2, clip, {}, 0.0, False, backend="phalanx")
+    with pytest.raises(ConfigError, match="not known of gradients in shards"):
+        clip_shards([torch.ones(3)], [torch.ones(3)], 1.0, 0, False, None)  # type: ignore[arg-type]
 
 
 class ComplexGiven(Given):

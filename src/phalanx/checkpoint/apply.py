@@ -22,7 +22,7 @@ from ..zero.optimizer import ZeroRedundancyOptimizer
 from ..zero.partition.element import ElementPartition
 from .capture import STATES, Subject
 from .optimizers import OptimizerLoad
-from .randomness import seed_like, set_generator_state, set_randomness
+from .randomness import check_randomness, seed_like, set_generator_state, set_randomness
 from .reshard import renamed
 from .source import Source
 
@@ -190,6 +190,8 @@ class Restoration:
             state = self._saved_by(name) if check is not None and self._choice.wants(name) else None
             if check is not None and state is not None:
                 check(state)
+        if self._choice.wants(RANDOM) and self.source.texts[0].get(RANDOM) is not None:
+            check_randomness(self.source.own(RANDOM, self._rank if self._rank < self.source.world else 0))
 
     # -- changes -------------------------------------------------------------------------------
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import ctypes
 import random
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 
+from ..errors import StateError
 from .storage.manifest import digest
 
 
@@ -55,6 +57,31 @@ def capture_randomness() -> dict[str, Any]:
     if device is not None:
         found["devices"] = device.get_rng_state_all()
     return found
+
+
+def check_randomness(saved: Any) -> None:
+    """Refuse what `set_randomness` or `seed_like` cannot set, before anything is changed."""
+    if not isinstance(saved, dict):
+        raise StateError(f"the state of random numbers is a {type(saved).__name__}, expected a dict.")
+    trials: dict[str, Callable[[Any], object]] = {
+        "python": random.Random().setstate,
+        "numpy": np.random.RandomState().set_state,
+        "torch": torch.Generator().set_state,
+        "devices": _check_devices,
+    }
+    for name, trial in trials.items():
+        if name == "devices" and saved.get(name) is None:
+            continue
+        # By a generator of its own: only it knows what a state of its kind looks like.
+        try:
+            trial(saved[name])
+        except (TypeError, ValueError, LookupError, RuntimeError, AttributeError, OverflowError) as error:
+            raise StateError(f"the state of random numbers has no '{name}' that can be set: {error!r:.200}") from error
+
+
+def _check_devices(states: Any) -> None:
+    if not isinstance(states, (list, tuple)) or not all(isinstance(one, torch.Tensor) for one in states):
+        raise TypeError(f"a list of tensors was expected, got {type(states).__name__}")
 
 
 def set_randomness(saved: dict[str, Any]) -> list[str]:

@@ -14,6 +14,7 @@ import torch
 
 from ..ddp.module import DistributedDataParallel
 from ..ddp.torch_names import TorchNames
+from ..errors import ArgumentTypeError
 from ..plan import BucketCaps, BucketPlan, build_plan, specs_of
 from .backend import phalanx_backend
 from .capture import Capture
@@ -29,6 +30,10 @@ def explain(
     model is compiled by `compiler` and run forward once; parameters, buffers and random state stay as they are.
     Without a wrapper, `caps` take the place of the wrapper's.
     """
+    if not isinstance(model, torch.nn.Module):
+        raise ArgumentTypeError(f"explain describes a torch.nn.Module, wrapped or not, got {model!r:.80}.")
+    if caps is not None and not isinstance(caps, BucketCaps):
+        raise ArgumentTypeError(f"caps must be BucketCaps or None, got {caps!r:.80}.")
     model = _original(model)
     if isinstance(model, DistributedDataParallel):
         capture = model.reducer.choose_buckets

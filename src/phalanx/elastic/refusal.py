@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import rpc
 
@@ -30,6 +31,17 @@ def wrappers_of(subject: Subject) -> list[DistributedDataParallel]:
         return [subject.ddp]
     inside = () if subject.model is None else subject.model.modules()
     return [one for one in inside if isinstance(one, DistributedDataParallel)]
+
+
+def refuse_arguments(model: object, on_event: object) -> None:
+    """Raise ArgumentTypeError for what `elastic.run` cannot decorate with; at once, not when the function is called."""
+    if model is not None and not isinstance(model, torch.nn.Module):
+        raise ArgumentTypeError(
+            f"elastic.run is given the model first, a torch.nn.Module or None, got {model!r:.80}. Decorate with a call: "
+            "@elastic.run(model, optimizer), or @elastic.run()."
+        )
+    if on_event is not None and not callable(on_event):
+        raise ArgumentTypeError(f"on_event must be a function of an event, got {on_event!r:.80}.")
 
 
 def refuse_other_loader(loader: object) -> None:

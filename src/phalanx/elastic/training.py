@@ -31,7 +31,7 @@ from .hosts.between import Between
 from .image import ImageSource, RankImage
 from .in_place import Found, InPlace, Standing
 from .keeping import Keeping, Steps, Taken, looks_closely_at
-from .refusal import refuse_another_training, refuse_other_loader, refuse_what_cannot_change, wrappers_of
+from .refusal import refuse_another_training, refuse_arguments, refuse_other_loader, refuse_what_cannot_change, wrappers_of
 from .telling import OnEvent, Telling, warn_of_other_launcher
 from .transaction import Passing, Transaction
 
@@ -58,6 +58,7 @@ def run(
     rank that goes on, when all can. What it raises ends the training, as what the function raises does.
     Under any other launcher the function is just called.
     """
+    refuse_arguments(model, on_event)
 
     def decorate(function: Callable[Concatenate[Training, P], T]) -> Callable[P, T]:
         @functools.wraps(function)

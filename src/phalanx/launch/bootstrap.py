@@ -29,7 +29,7 @@ from typing import Any, TextIO
 from torch import distributed as dist
 
 from phalanx.comm.failure.folding import fold
-from phalanx.comm.failure.last_words import said_by
+from phalanx.comm.failure.last_words import said_by, tell_exit
 from phalanx.errors import CollectiveTimeout, PeerFailure
 from phalanx.launch.rundir import open_private
 from phalanx.launch.store import answer_env_rendezvous
@@ -57,7 +57,8 @@ def main(arguments: list[str]) -> None:
         # Until here an interrupt ended us by the system's own hand, without a traceback of imports.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         _run(arguments)
-    except SystemExit:
+    except SystemExit as error:
+        tell_exit(error)
         raise
     except KeyboardInterrupt:
         # The user ended the run; where each rank stood is not news, nor is what a second interrupt would interrupt.

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import psutil
 
-from phalanx.errors import ConfigError
+from phalanx.errors import ArgumentTypeError, ConfigError
 
 _EVERYWHERE = frozenset({"", "*", "0.0.0.0", "::", "0", "any", "all"})
 
@@ -38,6 +38,10 @@ def find_interface(wanted: str | None) -> Interface:
             if interface.is_loopback:
                 return interface
         raise ConfigError("this host has no loopback interface with an IPv4 address; name an interface.")
+    if not isinstance(wanted, str):
+        raise ArgumentTypeError(
+            f"interface is the name or the IPv4 address of one, of {_listed(interfaces)}, got {wanted!r:.80}."
+        )
     if wanted.strip().lower() in _EVERYWHERE:
         raise ConfigError(
             f"interface={wanted!r} means every interface of this host. RPC has no authentication and runs "

@@ -6,14 +6,17 @@ said in a warning: to patch a user's module behind its back would leave objects 
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 import warnings
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from ..errors import ArgumentTypeError, ConfigError
 from .after_import import Callback, forget, when_imported
 from .groups import swapped_maker
 from .table import GROUP_MAKERS, KEPT, SWAPPED
@@ -39,6 +42,7 @@ def install(*rebound: str) -> None:
     names become ours as well: for plug-ins that know the library. Calling it again does nothing.
     """
     global _installed
+    _check_libraries(rebound)
     if _installed:
         return
     _installed = True
@@ -59,6 +63,19 @@ def install(*rebound: str) -> None:
             "importing them, or start the program with `phalanx run --swap`.",
             stacklevel=2,
         )
+
+
+def _check_libraries(names: Sequence[object]) -> None:
+    """Refuse what is no library here: nothing would be rebound, and nobody would know."""
+    for name in names:
+        if not isinstance(name, str):
+            raise ArgumentTypeError(f"install() is given the names of libraries, as text, got {name!r:.80}.")
+        # What is imported already may have no spec (`find_spec` raises then), and is what names are rebound in.
+        if not name.isidentifier() or (name not in sys.modules and importlib.util.find_spec(name) is None):
+            raise ConfigError(
+                f"install({name!r:.80}): there is no library of that name here. Name its top module, as in install('ray'), "
+                "or leave it out: install() by itself swaps torch's names."
+            )
 
 
 def uninstall() -> None:

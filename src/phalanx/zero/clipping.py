@@ -20,7 +20,7 @@ def check_limits(max_norm: object, norm_type: object) -> None:
     for name, value in (("max_norm", max_norm), ("norm_type", norm_type)):
         if isinstance(value, bool) or not isinstance(value, (int, float, torch.Tensor)):
             raise ArgumentTypeError(f"{name} of clip_grad_norm_ is a number, got {value!r}.")
-        if not float(value) >= 0 or (name == "norm_type" and not float(value) > 0):
+        if not float(value) >= 0:
             raise ConfigError(
                 f"{name} of clip_grad_norm_ is {value!r}: every gradient would become NaN or change its sign. Give a number "
                 "above 0; float('inf') leaves gradients as they are, or means the largest element."
@@ -67,6 +67,12 @@ def clip_shards(
     The same norm, bit for bit, on every rank, of the dtype that torch gives it. Only dtype and device are read of
     `grads`: a rank that owns no element of any of them must know both to take part in the gather.
     """
+    # Torch counts tensors that have an element other than 0. Of a tensor in slices no rank knows that alone.
+    if float(norm_type) == 0:
+        raise ConfigError(
+            "norm_type of clip_grad_norm_ is 0, which counts parameters with a gradient: not known of gradients in shards. "
+            "Give a number above 0, or make the optimizer with overlap_with_ddp=False."
+        )
     if not grads:
         return torch.tensor(0.0)
     shards = [part for part in shards if part.numel()]

@@ -53,6 +53,28 @@ def _notes(rank: int, world: int) -> None:
     assert board.failures() == []
 
 
+def _unreadable(rank: int, world: int) -> None:
+    board = board_of(dist.group.WORLD)
+    store = board.store_for("failures")
+    dist.barrier()
+    for text in ("{", "3", '{"when": 1}', '{"when": "x", "message": "y"}', '["where", "many"]'):
+        for key in ("failed", "waits", "process"):
+            store.set(f"{key}/{rank}", text)
+        store.set("posted", "1")
+        dist.barrier()
+        (failure,) = board.failures()
+        assert failure.rank == 1 - rank and f"cannot be read: {text}" in failure.message
+        assert board.waits() == {} and board.ended([1 - rank]) == [] and board.is_alarmed()
+        dist.barrier()
+    for key in ("failed", "waits"):
+        store.set(f"{key}/{rank}", "")
+    dist.barrier()
+
+
+def test_a_note_that_cannot_be_read_tells_that_its_rank_has_failed() -> None:
+    run_ranks(2, _unreadable, backend="gloo")
+
+
 def test_notes_are_numbered_and_asking_costs_one_question() -> None:
     run_ranks(2, _notes, backend="gloo")
 

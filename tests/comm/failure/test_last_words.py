@@ -42,3 +42,18 @@ def test_frames_are_ours_by_the_name_they_were_imported_under() -> None:
     assert not folding.is_users(torch.nn.functional.__file__)
     assert not folding.is_users(str(Path(torch.__file__).resolve().parent / "nn" / "functional.py"))
     assert folding.is_users(__file__)
+
+
+def test_the_text_of_an_exit_is_told_and_a_peaceful_one_is_not() -> None:
+    listener = Listener()
+    last_words.tell_at_the_end(listener)
+    last_words.tell_exit(SystemExit(0))
+    last_words.tell_exit(SystemExit())
+    assert listener.heard == []
+    last_words.tell_exit(SystemExit("no data here"))
+    assert listener.heard == ["SystemExit: no data here", "stayed"]
+    # torch's spawn exits by a number, having caught what really happened.
+    spawned = SystemExit(1)
+    spawned.__context__ = ValueError("bad batch")
+    last_words.tell_exit(spawned)
+    assert listener.heard[2] == "ValueError: bad batch"

@@ -27,6 +27,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
@@ -164,15 +165,15 @@ class FailureBoard:
         with contextlib.suppress(RuntimeError, OSError):
             if self._store.check(["posted"]):
                 for rank, text in self._written("failed").items():
-                    note = json.loads(text)
-                    found.append(Failure(rank, note["when"], note["message"]))
+                    found.append(_failure(rank, text))
         # By each rank's own clock: the order between hosts is as good as their clocks.
         return sorted(found, key=lambda failure: failure.when)
 
     def waits(self) -> dict[int, Wait]:
         """Where other ranks wait, as far as they have waited for long."""
         with contextlib.suppress(RuntimeError, OSError):
-            return {rank: Wait(*json.loads(text)) for rank, text in self._written("waits").items()}
+            waits = {rank: _wait(text) for rank, text in self._written("waits").items()}
+            return {rank: wait for rank, wait in waits.items() if wait is not None}
         return {}
 
     def ended(self, ranks: Collection[int]) -> list[int]:
@@ -184,10 +185,10 @@ class FailureBoard:
     def _has_ended(self, rank: int) -> bool:
         # Read each time: a rank that leaves says so in the same place.
         if self._store.check([f"process/{rank}"]):
-            process = json.loads(self._store.get(f"process/{rank}"))
-            if process.get("left") or has_ended(process, self._process["host"]):
+            process = _process(self._store.get(f"process/{rank}").decode(errors="replace"))
+            if process.get("left") or (process and has_ended(process, self._process["host"])):
                 return True
-            if process["host"] == self._process["host"]:
+            if process.get("host") == self._process["host"]:
                 return False
         # Of another host, or ended before it had a board: a script made the group by itself.
         return self.is_cut_off(self.members.index(rank))
@@ -195,7 +196,7 @@ class FailureBoard:
     def _written(self, kind: str) -> dict[int, str]:
         others = [rank for rank in self.members if rank != self.rank]
         there = [rank for rank in others if self._store.check([f"{kind}/{rank}"])]
-        texts = {rank: self._store.get(f"{kind}/{rank}").decode() for rank in there}
+        texts = {rank: self._store.get(f"{kind}/{rank}").decode(errors="replace") for rank in there}
         return {rank: text for rank, text in texts.items() if text}
 
     # -- what ranks find out together ------------------------------------------------------------
@@ -317,6 +318,33 @@ class FailureBoard:
         while isinstance(store, dist.PrefixStore):
             store = store.underlying_store
         return store
+
+
+def _failure(rank: int, text: str) -> Failure:
+    """A note as posted by `post_failure`. One that is no such note tells all the same that the rank has failed."""
+    try:
+        note = json.loads(text)
+        return Failure(rank, float(note["when"]), str(note["message"]))
+    except (ValueError, TypeError, LookupError, RecursionError):
+        return Failure(rank, 0.0, f"(a note that cannot be read: {text:.200})")
+
+
+def _wait(text: str) -> Wait | None:
+    """A note as left by `note_wait`; None if it is no such note, of which nothing follows."""
+    try:
+        where, launched, agreed, recent = json.loads(text)
+        return Wait(str(where), int(launched), int(agreed), [str(one) for one in recent])
+    except (ValueError, TypeError, RecursionError):
+        return None
+
+
+def _process(text: str) -> dict[str, Any]:
+    """A note of which process a rank is (`identity`); empty if it is no such note."""
+    try:
+        note = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return note if isinstance(note, dict) and {"host", "pid", "began"} <= note.keys() else {}
 
 
 def launcher_serves_store() -> bool:

@@ -103,8 +103,16 @@ def _announce(kind: type[BaseException], error: BaseException, where: TracebackT
 
 def _announce_in_child() -> None:
     error = sys.exc_info()[1]
-    # torch's spawn turns the exception into an exit. Who exits in peace has dealt with what there was.
     if isinstance(error, SystemExit):
-        error = error.__context__ if error.code not in (None, 0) else None
-    if error is not None:
+        tell_exit(error)
+    elif error is not None:
         tell(error)
+
+
+def tell_exit(error: SystemExit) -> None:
+    """Tell of an exit by `sys.exit`, of which Python tells no hook. Who exits in peace has dealt with what there was."""
+    if error.code in (None, 0):
+        return
+    # torch's spawn turns the exception that it caught into a number; a text is the user's own words.
+    cause = None if isinstance(error.code, str) else error.__context__
+    tell(error if cause is None else cause)

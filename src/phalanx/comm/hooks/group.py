@@ -23,9 +23,15 @@ def collectives_from(group: GroupLike) -> Collectives:
                 "Call torch.distributed.init_process_group first, or give the hook a group."
             )
         group = dist.group.WORLD
-    if not isinstance(group, dist.ProcessGroup):
+        assert group is not None, "initialised"
+    check_group(group)
+    return collectives_for(group)
+
+
+def check_group(group: object) -> None:
+    """Refuse what a hook cannot talk through."""
+    if group is not None and not isinstance(group, (Collectives, dist.ProcessGroup)):
         raise ArgumentTypeError(
             "a communication hook's group must be a process group, Collectives or None, got "
             f"{type(group).__name__}. Register the hook with its group, or with its own kind of state."
         )
-    return collectives_for(group)

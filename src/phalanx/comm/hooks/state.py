@@ -13,7 +13,7 @@ from ...errors import ConfigError, StateError
 from ..bucket import GradBucket
 from ..collectives import Collectives
 from .compress.residual import Residuals
-from .group import GroupLike, collectives_from
+from .group import GroupLike, check_group, collectives_from
 
 
 class HookState(abc.ABC):
@@ -28,6 +28,7 @@ class HookState(abc.ABC):
     kinds: ClassVar[tuple[str, ...]] = ("residuals",)
 
     def __init__(self, process_group: GroupLike) -> None:
+        check_group(process_group)
         self.process_group = process_group
         self.iter = 0
         self.residuals = Residuals()

@@ -14,6 +14,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from ...comm.collectives import Collectives, Work
+from ...errors import ArgumentTypeError
 from ...observe import trace
 from ...plan.shards import Ownership, greedy_owners, parameter_ownership
 from .coupled import CoupledStep
@@ -130,6 +131,11 @@ class ParameterPartition(Partition):
         # Before anything is stepped: what could not be sent afterwards is refused while nothing has changed.
         for bucket in self.buckets:
             bucket.check()
+        if self.coupled and not callable(closure):
+            raise ArgumentTypeError(
+                f"step() of {type(local.optim).__name__} needs a closure that evaluates the model and returns the loss, got "
+                f"{closure!r:.80}. Nothing was changed: call step(closure) on every rank."
+            )
         if callable(closure) and self.coupled and self.collectives.world > 1:
             device = self.table.params[0].device
             together = CoupledStep(self.collectives, device, partial(self.share, local))

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ....errors import ConfigError
 from ...bucket import GradBucket
 from ..allreduce import allreduce_hook
 from ..contract import check_own_bucket
@@ -42,6 +43,8 @@ class TopKState(HookState):
     ) -> None:
         super().__init__(process_group)
         check_number("ratio", ratio, low=0.0, high=1.0)
+        if not ratio:
+            raise ConfigError("ratio is 0: nothing would be sent. Give the share of elements to send, above 0 and up to 1.")
         check_number("start_iter", start_iter, low=0)
         self.ratio = ratio
         self.start_iter = start_iter
