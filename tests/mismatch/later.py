@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join
 
@@ -95,6 +96,31 @@ def hidden(world: Odd) -> None:
         backward(wrapped)
 
 
+def sends_otherwise(usual: Callable[[torch.Tensor], torch.Tensor], odd: Callable[[torch.Tensor], torch.Tensor]) -> Row:
+    """A user's own hook, by torch's own collectives, that casts or cuts on one rank; from the third step on."""
+
+    def row(world: Odd) -> None:
+        wrapped = wrap()
+        begins = False
+
+        def sent(state: Any, bucket: phalanx.GradBucket) -> torch.futures.Future[torch.Tensor]:
+            made = (world.pick(usual, odd) if begins else usual)(bucket.buffer())
+            work = dist.all_reduce(made, async_op=True)
+            future: torch.futures.Future[torch.Tensor] = work.get_future().then(
+                lambda done: done.value() and bucket.buffer()
+            )
+            return future
+
+        wrapped.register_comm_hook(None, sent)
+        for _ in range(2):
+            backward(wrapped)
+        world.settled(wrapped)
+        begins = True
+        backward(wrapped)
+
+    return row
+
+
 def setting(name: str, value: Any) -> Callable[[Any], None]:
     return lambda state: setattr(state, name, value)
 
@@ -144,7 +170,7 @@ _STAGE_2 = {"stage": 2, "overlap_with_ddp": True}
 
 # A rank asks for an agreement to which nobody comes: on gloo a collective stays under way until its time limit.
 PASSED_BY = {"iter of PowerSGD, later", "rank of PowerSGD, later", "PowerSGD loaded", "ratio, later", "blocks, later"}
-PASSED_BY |= {"in a user's own hook"}
+PASSED_BY |= {"in a user's own hook", "dtype of a user's own hook", "size of a user's own hook", "another optimizer stepped"}
 
 ROWS: dict[str, tuple[Row, str]] = {
     "frozen size": (frozen(more=torch.ones(5)), "'more' is [4] float32 on rank 0, 2, [5] float32 on rank 1"),
@@ -161,6 +187,8 @@ ROWS: dict[str, tuple[Row, str]] = {
     ),
     "rank of torch's PowerSGD": (hook(of_torch(1), of_torch(2)), "matrix_approximation_rank of the hook's state is 1"),
     "in a user's own hook": (hidden, "in the same order"),
+    "dtype of a user's own hook": (sends_otherwise(torch.clone, torch.Tensor.half), "float16"),
+    "size of a user's own hook": (sends_otherwise(torch.clone, lambda flat: flat[:5].clone()), "5 x float32"),
     "iter of PowerSGD, later": (set_later(_powersgd, hooks.powerSGD_hook, setting("iter", 0)), "iter of the hook's state"),
     "rank of PowerSGD, later": (
         set_later(_powersgd, hooks.powerSGD_hook, setting("matrix_approximation_rank", 2)),
@@ -169,7 +197,7 @@ ROWS: dict[str, tuple[Row, str]] = {
     "PowerSGD loaded": (set_later(_powersgd, hooks.powerSGD_hook, load_the_beginning), "iter of the hook's state"),
     "ratio, later": (set_later(hooks.TopKState, hooks.topk_hook, setting("ratio", 0.5)), "ratio of the hook's state"),
     "blocks, later": (set_later(hooks.Int8State, hooks.int8_hook, setting("block_size", 64)), "block_size of the hook's"),
-    "another optimizer stepped": (stepped_in_place_of, "of all on this group on rank 0, 2, 2, the last one as number 3"),
+    "another optimizer stepped": (stepped_in_place_of, "without a backward that was reduced since the last step()"),
     "optimizers in another order": (stepped_in_another_order, "number 1 of all on this group on rank 0, 2"),
     # These raise in the midst of backward, which leaves a part of the graph with autograd.
     "lr changed, stage 2": (changed(set_option("lr", 0.01), **_STAGE_2), "lr of group 0"),

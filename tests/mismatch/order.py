@@ -64,6 +64,18 @@ def unsynchronised(world: Odd) -> None:
     _exchange(world).barrier()
 
 
+def unsynchronised_and_sharded(world: Odd) -> None:
+    """A sharded step by gradients that are this rank's own: found out before it is made."""
+    wrapped = wrap()
+    optimizer = zero(wrapped.parameters())
+    for step in range(3):
+        world.settled(wrapped)
+        with wrapped.no_sync() if world.odd and step == 2 else contextlib.nullcontext():
+            backward(wrapped)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def never_synchronised(world: Odd) -> None:
     wrapped = wrap()
     world.settled(wrapped)
@@ -98,8 +110,12 @@ def once_more(what: str) -> Row:
         world.settled(wrapped)
         for _ in range(world.pick(1, 2 if what == "backward" else 1)):
             backward(wrapped)
-        for _ in range(world.pick(1, {"step": 2, "no step": 0}.get(what, 1))):
+        for number in range(world.pick(1, {"step": 2, "no step": 0}.get(what, 1))):
+            if number:
+                world.settled(wrapped)
             optimizer.step()
+        if what == "step" and not world.odd:
+            world.settled(wrapped)
         backward(wrapped)
         _exchange(world).barrier()
 
@@ -133,18 +149,19 @@ def buffer_added_later(world: Odd) -> None:
 
 # On gloo a collective stays under way until its time limit.
 PASSED_BY = {"optimizers of other sizes", "wrappers of other sizes", "no_sync once", "backward once more", "step once more"}
-PASSED_BY |= {"step left out", "forward once more", "buffer added later"}
+PASSED_BY |= {"step left out", "no_sync once, sharded", "forward once more", "buffer added later"}
 # The shards of a rank that came first are updated when their gather waits in vain.
-APPLIED = {"optimizers of other sizes", "backward once more", "step once more", "step left out"}
+APPLIED = {"optimizers of other sizes", "backward once more", "step left out"}
 
 ROWS: dict[str, tuple[Row, str]] = {
     "optimizers of other sizes": (sizes_in_another_order, "all_gather of"),
     "wrappers of other sizes": (wrappers_in_another_order, "all_reduce of"),
-    "no_sync once": (unsynchronised, "barrier"),
+    "no_sync once": (unsynchronised, "between a backward in no_sync() and this one is none on rank 0, 2, made on rank 1"),
+    "no_sync once, sharded": (unsynchronised_and_sharded, "without a backward that was reduced"),
     "no_sync at the first": (never_synchronised, ""),
     "order of loaders": (loaders_in_another_order, ""),
     "backward once more": (once_more("backward"), "all_gather of"),
-    "step once more": (once_more("step"), "all_gather of"),
+    "step once more": (once_more("step"), "without a backward that was reduced since the last step()"),
     "step left out": (once_more("no step"), "all_gather of"),
     "forward once more": (forward_once_more, "broadcast of 128 x uint8"),
     "buffer added later": (buffer_added_later, "this rank has 2 tensors of 32 bytes together, rank 0 has 1 of 12"),

@@ -168,6 +168,12 @@ def order_without_names(world: Odd) -> None:
     zero(world.pick(params, [*params[2:4], *params[:2], *params[4:]]))
 
 
+def frozen_when_made(world: Odd) -> None:
+    net = model()
+    next(net.parameters()).requires_grad_(not world.odd)
+    zero(net.parameters())
+
+
 # -- the optimizer, later ------------------------------------------------------------------------
 
 
@@ -300,6 +306,7 @@ ROWS: dict[str, tuple[Row, str]] = {
     "order": (made_of(lambda p: p, lambda p: [*p[2:4], *p[:2], *p[4:]]), "parameter 0"),
     "order, known later": (order_known_later, "parameter 0"),
     "order, without names": (order_without_names, "parameter 0 has the values of parameter 2 of rank 0"),
+    "frozen when made": (frozen_when_made, "frozen"),
     "number of parameters": (made_of(lambda p: p, lambda p: p[:4]), "size of group 0"),
     "lr changed": (changed(set_option("lr", 0.01)), "lr of group 0 is 0.1 on rank 0, 2, 0.01 on rank 1"),
     "lr changed, overlapped": (changed(set_option("lr", 0.01), overlap_with_ddp=True), "lr of group 0"),

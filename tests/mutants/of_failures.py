@@ -148,4 +148,25 @@ MUTATIONS = (
         new="    if cause is not None:\n        tell(cause)\n",
         tests="tests/comm/failure/test_last_words.py::test_the_text_of_an_exit_is_told_and_a_peaceful_one_is_not",
     ),
+    Mutation(
+        name="strategy: what a user's own hook sends is not announced",
+        file="src/phalanx/ddp/reducer/strategy.py",
+        old="hook_future(run() if self._is_known else announcing(self.collectives, run), seen)",
+        new="hook_future(run(), seen)",
+        tests="tests/mismatch/test_mismatch.py::test_a_setting_that_differs_is_an_error_on_every_rank",
+    ),
+    Mutation(
+        name="announced: a collective of our own is announced twice",
+        file="src/phalanx/comm/hooks/announced.py",
+        old="        if board.launched == self._launched and name",
+        new="        if name",
+        tests="tests/comm/hooks/test_announced.py::test_what_a_users_own_hook_sends_is_told_once",
+    ),
+    Mutation(
+        name="settings: a step by gradients of no_sync() is not told",
+        file="src/phalanx/ddp/features/settings.py",
+        old="        self.digest = int(self._strays)\n",
+        new="        self.digest = 0\n",
+        tests="tests/mismatch/test_mismatch.py::test_a_setting_that_differs_is_an_error_on_every_rank",
+    ),
 )

@@ -475,4 +475,18 @@ MUTATIONS = (
         new="        if False:\n",
         tests="tests/bad_calls/test_bad_calls.py::test_a_wrong_argument_is_one_clear_error",
     ),
+    Mutation(
+        name="zero settings: a step without a backward is made by one rank alone",
+        file="src/phalanx/zero/settings.py",
+        old="        if self._values != self._equal or not is_new:\n",
+        new="        if self._values != self._equal:\n",
+        tests="tests/mismatch/test_mismatch.py::test_a_setting_that_differs_is_an_error_on_every_rank",
+    ),
+    Mutation(
+        name="zero settings: parameters that one rank has frozen are the same",
+        file="src/phalanx/zero/settings.py",
+        old='        frozen = "" if param.requires_grad else ", frozen"\n',
+        new='        frozen = ""\n',
+        tests="tests/mismatch/test_mismatch.py::test_a_setting_that_differs_is_an_error_on_every_rank",
+    ),
 )

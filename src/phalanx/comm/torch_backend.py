@@ -86,6 +86,11 @@ class TorchCollectives(Collectives):
         if self.world > 1 and self.board.reaches_others:
             self._agreement.comes_to((what, numel, None, -1), self._nobody_comes)
 
+    def announce(self, verb: str, numel: int, dtype: torch.dtype | None, root: int) -> None:
+        """The same, of a collective of torch's own that a user is about to start on the group."""
+        if self.board.reaches_others:
+            self._agreement.comes_to((verb, numel, dtype, root), self._nobody_comes)
+
     @cached_property
     def _agreement(self) -> StoreAgreement:
         return agreement_of(self.board)

@@ -2,7 +2,8 @@
 
     made, or given a group      all of it, with class, groups and parameters: by an agreement, before anything is divided
     in each backward            what may change, as a few bits in the tail of the wrapper that reduces the parameters
-    in `step`                   only if something has changed since it was last known to be equal: by an agreement
+    in `step`                   only if something has changed since it was last known to be equal, or the wrapper has
+                                reduced nothing since the last step: by an agreement
     under join                  before both, ranks that have joined take over what the others have (`join.FollowedOptions`)
 
 So a step costs no collective more where a wrapper is known, or where nothing changes. A rank that changed something alone
@@ -32,6 +33,7 @@ from ..errors import MismatchError
 from .join import Attendance, FollowedOptions
 
 _OCCASION = "the settings of ZeroRedundancyOptimizer"
+_UNREDUCED = "step() without a backward that was reduced since the last step()"
 _SIMPLE = (bool, int, float, complex, str, type(None))
 
 Values = tuple[Any, ...]
@@ -60,6 +62,8 @@ class CommonSettings:
         self._told: Values = ()
         self._numbered: tuple[Values, int] = ((), 0)  # the values told last, and the number made of them
         self._equal: Values | None = None  # what was last known to be equal on all ranks
+        self._is_carried = False  # whether a wrapper tells it
+        self._is_reduced = False  # whether one has reduced gradients since the last step
         self._used: Values = ()  # what the last update was made by, where backward steps
         self.params = frozenset(map(id, _params(optimizer)))
         self._followed = FollowedOptions(collectives, _params(optimizer)[0].device)
@@ -87,15 +91,22 @@ class CommonSettings:
 
     # -- before a step -------------------------------------------------------------------------
 
-    def check(self, joined: bool) -> None:
-        """Before a step: raise on every rank if settings differ that have changed since they were last compared."""
+    def check(self, joined: bool, uses_means: bool = True) -> None:
+        """Before a step: raise on every rank if settings differ that have changed since they were last compared.
+
+        With `uses_means` it is a step by `.grad`. Where a wrapper reduces the parameters and has not since the last step, it
+        may be one that this rank makes alone: once more than the others, or by gradients of `no_sync()`.
+        """
         if self._collectives.world == 1:
             return
         self.prepare(joined)
         self._read()
-        if self._values != self._equal:
+        is_new = self._is_reduced or not (uses_means and self._is_carried) or self._attendance is not Attendance.ALL
+        if self._values != self._equal or not is_new:
             changed = self._changed(self._equal or ())
-            self._collectives.agree(_OCCASION, self.settings(), f"changed here: {changed}" if changed else "")
+            why = f"changed here: {changed}" if changed else "" if is_new else _UNREDUCED
+            means = {} if is_new else {"gradients": _UNREDUCED}
+            self._collectives.agree(_OCCASION, {**self.settings(), **means}, why)
             self._equal = self._values
 
     def _changed(self, earlier: Values) -> str:
@@ -120,6 +131,7 @@ class CommonSettings:
         group = self._collectives.group
         _num_steps[group] = _num_steps.get(group, 0) + 1
         self._steps = (self._steps[0] + 1, _num_steps[group])
+        self._is_reduced = False
 
     def clipped(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> None:
         """Gradients have been clipped, each rank its own or all together."""
@@ -170,6 +182,7 @@ class CommonSettings:
     def all_have(self, told: int) -> None:
         """All ranks have told the same."""
         self._equal = self._told
+        self._is_reduced = True
 
     def settings(self) -> dict[str, str]:
         """The settings read last, in words."""
@@ -196,6 +209,7 @@ class CommonSettings:
         if optimizer is not None:
             self._name_params(optimizer)
         carry(reducer, self)
+        self._is_carried = True
 
     def _name_params(self, optimizer: torch.optim.Optimizer) -> None:
         if self._name_of:
@@ -240,7 +254,10 @@ def _in_order(optimizer: torch.optim.Optimizer, names: Sequence[str]) -> dict[st
     words = {}
     for number, param in enumerate(_params(optimizer)):
         name = f"'{names[number]}', " if names else ""
-        words[f"parameter {number} "] = f"{name}shape {list(param.shape)}, {str(param.dtype).removeprefix('torch.')}"
+        # Buckets are made apart of those that are frozen; who freezes one later leaves them as they are.
+        frozen = "" if param.requires_grad else ", frozen"
+        dtype = str(param.dtype).removeprefix("torch.")
+        words[f"parameter {number} "] = f"{name}shape {list(param.shape)}, {dtype}{frozen}"
     return words
 
 

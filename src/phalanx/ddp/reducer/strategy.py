@@ -10,13 +10,14 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from ...comm.bucket import GradBucket
 from ...comm.collectives import Collectives
-from ...comm.hooks import HookState, hook_future, hook_result, launch_pending
+from ...comm.hooks import HookState, announcing, hook_future, hook_result, launch_pending
 from ...comm.sparse import SparseSum
 from ..buckets.bucket import Bucket, Scale
 from ..buckets.dense import DenseBucket
@@ -221,13 +222,13 @@ class HookStrategy(Strategy):
         self.state = state
         self.hook = hook
         self.name = getattr(hook, "__qualname__", type(hook).__name__)
+        self._is_known = str(getattr(hook, "__module__", "")).startswith(_KNOWN)
         # What the state was set to when the last pass was over, or when it began if it was lost.
         self._left: dict[str, Any] | None = None
 
     def in_words(self) -> dict[str, str]:
         # Of hooks and states that users wrote nothing is known: a rank may log, or keep numbers of its own.
-        known = str(getattr(self.hook, "__module__", "")).startswith(_KNOWN)
-        words = {"reduction": "by a hook", "hook": str(self.name) if known else "a user's own"}
+        words = {"reduction": "by a hook", "hook": str(self.name) if self._is_known else "a user's own"}
         return words | {f"{name} of the hook's state": str(value) for name, value in self._settings().items()}
 
     def _settings(self) -> dict[str, Any]:
@@ -297,7 +298,8 @@ class HookStrategy(Strategy):
         self._call(bucket, bucket.grad_bucket)
 
     def _call(self, bucket: Bucket, seen: GradBucket) -> None:
-        bucket.future = hook_future(self.hook(self.state, seen), seen)
+        run = partial(self.hook, self.state, seen)
+        bucket.future = hook_future(run() if self._is_known else announcing(self.collectives, run), seen)
 
     def wait(self, bucket: DenseBucket, where: str) -> None:
         result = self._result(bucket, where)
