@@ -96,8 +96,13 @@ def hidden(world: Odd) -> None:
         backward(wrapped)
 
 
-def sends_otherwise(usual: Callable[[torch.Tensor], torch.Tensor], odd: Callable[[torch.Tensor], torch.Tensor]) -> Row:
-    """A user's own hook, by torch's own collectives, that casts or cuts on one rank; from the third step on."""
+def sends_otherwise(
+    usual: Callable[[torch.Tensor], torch.Tensor], odd: Callable[[torch.Tensor], torch.Tensor], hides: bool = False
+) -> Row:
+    """A user's own hook, by torch's own collectives, that casts or cuts on one rank; from the third step on.
+
+    One that `hides` does not ask its future for the value, and with it not for the error.
+    """
 
     def row(world: Odd) -> None:
         wrapped = wrap()
@@ -107,7 +112,7 @@ def sends_otherwise(usual: Callable[[torch.Tensor], torch.Tensor], odd: Callable
             made = (world.pick(usual, odd) if begins else usual)(bucket.buffer())
             work = dist.all_reduce(made, async_op=True)
             future: torch.futures.Future[torch.Tensor] = work.get_future().then(
-                lambda done: done.value() and bucket.buffer()
+                lambda done: (hides or done.value()) and bucket.buffer()
             )
             return future
 
@@ -170,7 +175,13 @@ _STAGE_2 = {"stage": 2, "overlap_with_ddp": True}
 
 # A rank asks for an agreement to which nobody comes: on gloo a collective stays under way until its time limit.
 PASSED_BY = {"iter of PowerSGD, later", "rank of PowerSGD, later", "PowerSGD loaded", "ratio, later", "blocks, later"}
-PASSED_BY |= {"in a user's own hook", "dtype of a user's own hook", "size of a user's own hook", "another optimizer stepped"}
+PASSED_BY |= {
+    "in a user's own hook",
+    "dtype of a user's own hook",
+    "size of a user's own hook",
+    "another optimizer stepped",
+    "a user's own hook that hides it",
+}
 
 ROWS: dict[str, tuple[Row, str]] = {
     "frozen size": (frozen(more=torch.ones(5)), "'more' is [4] float32 on rank 0, 2, [5] float32 on rank 1"),
@@ -189,6 +200,7 @@ ROWS: dict[str, tuple[Row, str]] = {
     "in a user's own hook": (hidden, "in the same order"),
     "dtype of a user's own hook": (sends_otherwise(torch.clone, torch.Tensor.half), "float16"),
     "size of a user's own hook": (sends_otherwise(torch.clone, lambda flat: flat[:5].clone()), "5 x float32"),
+    "a user's own hook that hides it": (sends_otherwise(torch.clone, lambda flat: flat[:5].clone(), True), "5 x float32"),
     "iter of PowerSGD, later": (set_later(_powersgd, hooks.powerSGD_hook, setting("iter", 0)), "iter of the hook's state"),
     "rank of PowerSGD, later": (
         set_later(_powersgd, hooks.powerSGD_hook, setting("matrix_approximation_rank", 2)),

@@ -96,6 +96,10 @@ class Collectives(abc.ABC):
         """The future's value; its failure is explained as a collective's is."""
         return self._waiter.wait_future(future, where)
 
+    def take_failure(self) -> BaseException | None:
+        """The first error of a collective that was started on the group since the last call, where that is known."""
+        return None
+
     def explain(self, error: RuntimeError, where: str) -> RuntimeError:
         """What to raise for an error of a collective of torch's own on this group: it names the rank at fault, if one is."""
         return error if isinstance(error, PhalanxError) else self._waiter.explain_transport(error, where)

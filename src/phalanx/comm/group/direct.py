@@ -68,6 +68,10 @@ class ShmCollectives(Collectives):
         super().refuse(error)
         self._lane.abort(f"rank {self._lane.global_rank} failed: {type(error).__name__}: {error}")
 
+    def take_failure(self) -> BaseException | None:
+        """As of any collectives: the lane knows what has failed, whoever started it."""
+        return self._lane.take_failure()
+
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A zeroed flat tensor in the segment, if `device` is the processor."""
         if device.type != "cpu":

@@ -69,6 +69,7 @@ class Lane:
         # The thread that runs callbacks of a work it has just carried out; it has the turn.
         self._in_callbacks: int | None = None
         self._closed: CommunicationError | None = None
+        self._failed: BaseException | None = None  # the first since somebody asked
         tell_at_the_end(self)
 
     def submit(self, calls: Sequence[Call], blocking: bool = False, timeout: timedelta = UNSET) -> dist.Work:
@@ -100,6 +101,16 @@ class Lane:
             call.flatten(self.rank, self.world)
             self.operations.run(call)
             call.restore()
+
+    def remember(self, error: BaseException) -> None:
+        """A work that was queued has failed; who holds it is told, and may keep it to himself."""
+        if self._failed is None:
+            self._failed = error
+
+    def take_failure(self) -> BaseException | None:
+        """A copy of the first error of a queued work since the last call, if there was one."""
+        failed, self._failed = self._failed, None
+        return None if failed is None else _again(failed)
 
     def help_until(self, work: LaneWork) -> None:
         """Run works from the queue, this one included, unless another thread is at it."""
@@ -303,6 +314,7 @@ class LaneWork(dist.Work):
                 # Without its traceback, whose frames hold this work: a future may keep the error where no garbage
                 # collector sees it, and through the frames it would keep itself, the lane and all their memory.
                 self._error = error.with_traceback(None)
+                self._lane.remember(self._error)
         # Together with `get_future`: a future made in between completes there or in `tell`, never in neither.
         with self._lock:
             self._done.set()

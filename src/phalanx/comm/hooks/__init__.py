@@ -5,7 +5,6 @@ has to keep to, `foreign` runs those of torch. Design: docs/design/hooks.md.
 """
 
 from .allreduce import allreduce_hook, noop_hook
-from .announced import announcing
 from .compress.half import bf16_compress_hook, bf16_compress_wrapper, fp16_compress_hook, fp16_compress_wrapper
 from .compress.int8 import Int8State, int8_hook
 from .compress.powersgd import PowerSGDState, powerSGD_hook
@@ -24,7 +23,6 @@ __all__ = [
     "TopKState",
     "adopt_hook",
     "allreduce_hook",
-    "announcing",
     "bf16_compress_hook",
     "bf16_compress_wrapper",
     "check_hook",

@@ -17,7 +17,8 @@ import torch
 
 from ...comm.bucket import GradBucket
 from ...comm.collectives import Collectives
-from ...comm.hooks import HookState, announcing, hook_future, hook_result, launch_pending
+from ...comm.hooks import HookState, hook_future, hook_result, launch_pending
+from ...comm.hooks.announced import announcing
 from ...comm.sparse import SparseSum
 from ..buckets.bucket import Bucket, Scale
 from ..buckets.dense import DenseBucket
@@ -260,6 +261,7 @@ class HookStrategy(Strategy):
         return f"changed here: {'; '.join(changed[:3])}" if changed else super()._why(words)
 
     def pass_begins(self) -> None:
+        self.collectives.take_failure()  # of what was started before it
         if isinstance(self.state, HookState):
             self.state.begin_step()
             self._left = self._settings()
@@ -313,6 +315,11 @@ class HookStrategy(Strategy):
         assert bucket.future is not None and bucket.grad_bucket is not None, "launched before waited for"
         launch_pending(bucket.future)
         value = self.collectives.wait_future(bucket.future, f"{where}, hook {self.name}")
+        # A callback that does not ask for its future's value never sees that the collective has failed, and returns a tensor
+        # that is no mean.
+        failed = self.collectives.take_failure()
+        if failed is not None:
+            raise failed
         return hook_result(value, bucket.grad_bucket)
 
 
