@@ -104,9 +104,9 @@ class CommonSettings:
         is_new = self._is_reduced or not (uses_means and self._is_carried) or self._attendance is not Attendance.ALL
         if self._values != self._equal or not is_new:
             changed = self._changed(self._equal or ())
-            why = f"changed here: {changed}" if changed else "" if is_new else _UNREDUCED
-            means = {} if is_new else {"gradients": _UNREDUCED}
-            self._collectives.agree(_OCCASION, {**self.settings(), **means}, why)
+            # In the occasion itself, which is what is said of a rank that others meet elsewhere.
+            occasion = _OCCASION if is_new else f"{_OCCASION}, at a {_UNREDUCED}"
+            self._collectives.agree(occasion, self.settings(), f"changed here: {changed}" if changed else "")
             self._equal = self._values
 
     def _changed(self, earlier: Values) -> str:
