@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutants.mutation import Mutation
 
 TRAINING = "src/phalanx/elastic/training.py"
+KEEPING = "src/phalanx/elastic/keeping.py"
 TRANSACTION = "src/phalanx/elastic/transaction.py"
 DECISION = "src/phalanx/elastic/decision.py"
 GROUP = "src/phalanx/launch/elastic/group.py"
@@ -183,21 +184,21 @@ MUTATIONS = (
     ),
     Mutation(
         name="elastic: what else changes a trained parameter is not looked at",
-        file=TRANSACTION,
+        file=KEEPING,
         old="            self.is_needed = count != self._count_changes() or (norms is not None and norms !=",
         new="            self.is_needed = (norms is None and norms !=",
         tests=AROUND,
     ),
     Mutation(
         name="elastic: options that the script sets after a step are not looked at",
-        file=TRANSACTION,
+        file=KEEPING,
         old="_not_scheduled(after[1])\n        is_irregular",
         new="_not_scheduled(after[1])\n        before, after = before[:1], after[:1]\n        is_irregular",
         tests=AROUND,
     ),
     Mutation(
         name="elastic: a scheduler that is stepped now and then is foreseen",
-        file=TRANSACTION,
+        file=KEEPING,
         old="is_irregular = (followed is not None and followed != self.follows) or (",
         new="is_irregular = (",
         tests=AROUND,
@@ -267,7 +268,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="elastic: what a script does to parameters through .data is not seen",
-        file=TRANSACTION,
+        file=KEEPING,
         old=" or (norms is not None and norms != self._norms())",
         new="",
         tests=AROUND,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutants.mutation import Mutation
 
 TRAINING = "src/phalanx/elastic/training.py"
+KEEPING = "src/phalanx/elastic/keeping.py"
 TRANSACTION = "src/phalanx/elastic/transaction.py"
 REFUSAL = "src/phalanx/elastic/refusal.py"
 RANDOM = "src/phalanx/checkpoint/randomness.py"
@@ -41,28 +42,28 @@ MUTATIONS = (
     ),
     Mutation(
         name="undoing: a completed step always steps the scheduler",
-        file=TRANSACTION,
+        file=KEEPING,
         old="        if (is_due or self.follows) and self._can_follow and not self.has_moved:\n",
         new="        if self._scheduler is not None and self._can_follow and not self.has_moved:\n",
         tests=f"{TESTS}::test_a_completed_step_steps_the_scheduler_only_where_the_program_does",
     ),
     Mutation(
         name="undoing: lines that have run are completed after a commit that failed",
-        file=TRANSACTION,
+        file=KEEPING,
         old="        if self._lines is Lines.JUDGED:\n            return\n",
         new="        if self._lines is Lines.JUDGED:\n            self._lines = Lines.DONE\n",
         tests=f"{TESTS}::test_a_loss_in_the_commit_of_the_first_irregular_step_steps_no_scheduler_again",
     ),
     Mutation(
         name="undoing: a scheduler hides what the program does to other options",
-        file=TRANSACTION,
+        file=KEEPING,
         old="            before[1], after[1] = _not_scheduled(before[1]), _not_scheduled(after[1])\n",
         new="            before[1] = after[1]\n",
         tests="tests/elastic/test_around.py",
     ),
     Mutation(
         name="undoing: a scheduler that has moved already is stepped once more",
-        file=TRANSACTION,
+        file=KEEPING,
         old="        if (is_due or self.follows) and self._can_follow and not self.has_moved:\n",
         new="        if (is_due or self.follows) and self._can_follow:\n",
         tests=f"{TESTS}::test_a_scheduler_is_stepped_once_per_step_through_two_losses_in_a_row",
@@ -83,7 +84,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="undoing: a scheduler that wants a number counts as one that does not",
-        file=TRANSACTION,
+        file=KEEPING,
         old="        self._can_follow = scheduler is None or known\n",
         new="        self._can_follow = True\n",
         tests=f"{TESTS}::test_a_scheduler_that_wants_a_number_is_not_stepped_without_it",
@@ -97,9 +98,9 @@ MUTATIONS = (
     ),
     Mutation(
         name="undoing: a generator that is drawn from after a step goes unnoticed",
-        file=TRANSACTION,
-        old="[*map(mark_of, self._untrained), *map(_numbers_ahead, self._generators)]",
-        new="[*map(mark_of, self._untrained)]",
+        file=KEEPING,
+        old=" *map(_numbers_ahead, self._generators),",
+        new="",
         tests=f"{TESTS}::test_generators_need_copies_only_if_they_are_drawn_from_after_the_step",
     ),
     Mutation(
@@ -118,7 +119,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="undoing: what is done to a parameter's data is no change of it",
-        file=TRANSACTION,
+        file=KEEPING,
         old="    return param._version, param.data_ptr(), first\n",
         new="    return param._version, param.data_ptr()\n",
         tests=f"{TESTS}::test_a_teacher_that_a_lost_step_has_moved_goes_back",
@@ -132,7 +133,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="undoing: a teacher that is moved after the step is taken to be where it was",
-        file=TRANSACTION,
+        file=KEEPING,
         old="self.is_needed or before != after or is_irregular",
         new="self.is_needed or is_irregular",
         tests=f"{TESTS}::test_a_teacher_that_the_program_moves_after_its_step_has_copies_written",
@@ -192,5 +193,75 @@ MUTATIONS = (
         old="        self._seen = None\n\n\n_MT",
         new="        pass\n\n\n_MT",
         tests="tests/checkpoint/test_randomness.py",
+    ),
+    Mutation(
+        name="undoing: a buffer that is changed after the step goes unnoticed",
+        file=KEEPING,
+        old=", *self._buffers()]",
+        new="]",
+        tests="tests/elastic/test_buffers.py",
+    ),
+    Mutation(
+        name="undoing: a buffer that a lost step has made stays",
+        file=TRANSACTION,
+        old="                    del module._buffers[name]\n",
+        new="                    pass\n",
+        tests="tests/elastic/test_buffers.py",
+    ),
+    Mutation(
+        name="undoing: a cache is put back though its module remembers its size",
+        file=TRANSACTION,
+        old="            elif value.shape != buffer.shape:\n                if not is_cache:\n",
+        new="            elif value.shape != buffer.shape:\n                if True:\n",
+        tests="tests/elastic/test_buffers.py",
+    ),
+    Mutation(
+        name="undoing: a buffer of an evaluation is changed in place",
+        file=TRANSACTION,
+        old="elif buffer.is_inference():",
+        new="elif False:",
+        tests="tests/elastic/test_buffers.py",
+    ),
+    Mutation(
+        name="undoing: who comes keeps buffers of its own that are in no state_dict",
+        file=TRANSACTION,
+        old='            self._buffers.give(passing["buffers"])\n',
+        new="            pass\n",
+        tests="tests/elastic/test_buffers.py",
+    ),
+    Mutation(
+        name="undoing: a group that was added in a lost step stays",
+        file=TRANSACTION,
+        old="    del groups[num_kept:]\n",
+        new="    num_kept = len(groups)\n",
+        tests="tests/elastic/test_stepped.py",
+    ),
+    Mutation(
+        name="undoing: copies are read into groups that were added since",
+        file=TRANSACTION,
+        old='_drop_groups(optimizer, len(source.optimizer(label)["groups"]))',
+        new="pass",
+        tests="tests/elastic/test_stepped.py",
+    ),
+    Mutation(
+        name="undoing: a learning rate in a tensor is not looked at",
+        file=KEEPING,
+        old="(int, float, complex, tuple, list, torch.Tensor)",
+        new="(int, float, complex, tuple, list)",
+        tests="tests/elastic/test_stepped.py",
+    ),
+    Mutation(
+        name="undoing: lists of tensors are compared as such",
+        file=TRANSACTION,
+        old="        elif isinstance(value, (list, tuple)):\n            yield from _leaves(value)\n",
+        new="",
+        tests="tests/elastic/test_stepped.py",
+    ),
+    Mutation(
+        name="undoing: a parameter that is part of nothing given is stepped",
+        file=REFUSAL,
+        old="    _refuse_outsiders(subject)\n",
+        new="",
+        tests="tests/elastic/test_stepped.py",
     ),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -85,6 +86,7 @@ def refuse_what_cannot_change(subject: Subject) -> None:
             )
     _refuse_hook(subject)
     _refuse_other_wrappers(subject)
+    _refuse_outsiders(subject)
     for one in subject.optimizers.values():
         if isinstance(one, ZeroRedundancyOptimizer) and one.partition != "element" and one.world_size > 1:
             raise ConfigError(
@@ -118,6 +120,24 @@ def _refuse_hook(subject: Subject) -> None:
                 f"the communication hook's state, a {type(hook[0]).__name__}, has no state_dict() and load_state_dict(): "
                 "what a step that is undone has changed in it would stay. Give it both, or use one of phalanx.comm.hooks."
             )
+
+
+def _refuse_outsiders(subject: Subject) -> None:
+    """A parameter that is stepped and is part of nothing given would neither be undone nor reach who comes."""
+    known = {id(param) for param in subject.param_names()}
+    # Something extra keeps what it likes, such as a loss with parameters of its own: a state shows their memory.
+    states = [value.state_dict() for value in subject.extra.values() if hasattr(value, "state_dict")]
+    shown = [one for state in states if isinstance(state, Mapping) for one in state.values()]
+    places = {one.data_ptr() for one in shown if isinstance(one, torch.Tensor)}
+    for label, optimizer in subject.optimizers.items():
+        groups = (group for one in members(optimizer) for group in one.param_groups)
+        for number, param in enumerate(param for group in groups for param in group["params"]):
+            if id(param) not in known and param.data_ptr() not in places:
+                raise ConfigError(
+                    f"the {label} steps a parameter of shape {tuple(param.shape)}, its number {number}, that is in no model "
+                    "given to elastic.run(), so that a step that is undone would leave it changed. Make it a part of the "
+                    "model, or give the module that has it in extra."
+                )
 
 
 def _refuse_other_wrappers(subject: Subject) -> None:

@@ -30,10 +30,10 @@ from .decision import Decision, Report, decide
 from .hosts.between import Between
 from .image import ImageSource, RankImage
 from .in_place import Found, InPlace, Standing
-from .keeping import Keeping, Steps, Taken, looks_closely_at
+from .keeping import Keeping, Passing, Steps, Taken, looks_closely_at
 from .refusal import refuse_another_training, refuse_arguments, refuse_other_loader, refuse_what_cannot_change, wrappers_of
 from .telling import OnEvent, Telling, warn_of_other_launcher
-from .transaction import Passing, Transaction
+from .transaction import Transaction
 
 logger = logging.getLogger("phalanx.elastic")
 
@@ -398,7 +398,7 @@ class Training:
 
     def _apply(self, taken: Taken, formed: Formed) -> None:
         if taken.source is not None:
-            self._transaction.read(taken.source, formed.rank, formed.world)
+            self._transaction.read(taken.source, formed.rank, formed.world, taken.own)
         self._transaction.forget_gradients()
         self._transaction.give(taken.passing, taken.own)
         # Last: whatever is done above may draw numbers.

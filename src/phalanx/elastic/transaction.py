@@ -13,14 +13,11 @@ The layout of what was learnt is made once and kept for as long as the tensors s
 from __future__ import annotations
 
 import copy
-import enum
 import logging
-import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from ..checkpoint.apply import MODEL, OPTIMIZER, Choice, Restoration
 from ..checkpoint.capture import Subject, capture_learnt, state_of
@@ -36,15 +33,25 @@ from ..optim.in_backward import InBackward
 from ..zero.optimizer import ZeroRedundancyOptimizer
 from ..zero.state.tree import numbers_of
 from .image import ImageSource, RankImage
+from .keeping import AfterStep, Passing, mark_of
 from .refusal import stateful_of
 
 logger = logging.getLogger("phalanx.elastic")
 
-Passing = dict[str, Any]
-
 
 def _no_tensor(path: str) -> torch.Tensor:
     raise StateError(f"an option of an optimizer's group, '{path}', is a tensor with dimensions.")
+
+
+def _leaves(values: Iterable[Any]) -> Iterator[Any]:
+    """What is in nested dicts, lists and tuples. Not these themselves: compared as such, they would compare tensors."""
+    for value in values:
+        if isinstance(value, Mapping):
+            yield from _leaves(value.values())
+        elif isinstance(value, (list, tuple)):
+            yield from _leaves(value)
+        else:
+            yield value
 
 
 def _states(optimizer: Any, names: Mapping[torch.Tensor, str]) -> Iterator[tuple[str, Any]]:
@@ -62,144 +69,6 @@ def _states(optimizer: Any, names: Mapping[torch.Tensor, str]) -> Iterator[tuple
 
 
 _LOADER = "loader"
-_NUMBERS = (int, float, complex, tuple)  # what a script may set among an optimizer's options: learning rates, betas
-
-
-class Lines(enum.Enum):
-    """Where the script is between an optimizer's step and the commit.
-
-    DONE     no step since the last commit      begin -> RUNNING
-    RUNNING  after a step                       end -> JUDGED; complete -> RUNNING, as if its scheduler had been stepped
-    JUDGED   they have run to the end           begin -> RUNNING (of another step in the same commit)
-
-    From each of them `forget` -> DONE: the step is committed, or never was. A commit may fail when lines were judged: they
-    have run all the same, and are not run again.
-    """
-
-    DONE = enum.auto()
-    RUNNING = enum.auto()
-    JUDGED = enum.auto()
-
-
-class AfterStep:
-    """What the script does between `step()` and the commit. Nobody can make up for it, but for a scheduler's step.
-
-    Nor can anybody undo what the script itself does to parameters that an optimizer steps, wherever it does so.
-    """
-
-    def __init__(
-        self,
-        scheduler: Any,
-        untrained: Sequence[torch.Tensor],
-        optimizers: Sequence[torch.optim.Optimizer],
-        generators: Sequence[Any] = (),
-    ) -> None:
-        self._scheduler, self._untrained, self._optimizers = scheduler, untrained, optimizers
-        self._generators = generators
-        self._lines = Lines.DONE
-        self._noted = self._look()  # when the optimizer's step had ended
-        # Of trained parameters, when only step() was to change them again; with their norms if looked at closely.
-        self._changes: tuple[int, list[float] | None] | None = None
-        self.follows: bool | None = None
-        """Whether the scheduler was stepped after the optimizer in the step before; None if there was none."""
-        # ReduceLROnPlateau wants a number that only the script has; of other classes it is not known what their steps want.
-        known = isinstance(scheduler, LRScheduler) and not isinstance(scheduler, ReduceLROnPlateau)
-        self._can_follow = scheduler is None or known
-        self.is_needed = scheduler is not None and not hasattr(scheduler, "last_epoch")
-        """Whether a step that was cut short there cannot be completed without the script."""
-
-    def rest(self, closely: bool = False) -> None:
-        """From here on only an optimizer's step is to change trained parameters. `closely`: what is done to `param.data`
-        counts no version, so that values are looked at, until the next rest but that of a step."""
-        self._changes = self._count_changes(), self._norms() if closely else None
-
-    def check(self) -> None:
-        """An optimizer's step begins, or a commit: has anything else changed them?"""
-        if self._changes is not None and not self.is_needed:
-            count, norms = self._changes
-            self.is_needed = count != self._count_changes() or (norms is not None and norms != self._norms())
-
-    def begin(self) -> None:
-        """The optimizer's step has ended."""
-        self._lines, self._noted = Lines.RUNNING, self._look()
-        self.rest(closely=self._changes is not None and self._changes[1] is not None)
-
-    def end(self) -> None:
-        """So have the lines of the script that belong to it."""
-        self.check()
-        if self._lines is not Lines.RUNNING:
-            return  # no step since, and nothing is learnt of what follows one
-        (scheduled, *before), (now, *after), self._lines = self._noted, self._look(), Lines.JUDGED
-        followed, self.follows = self.follows, now != scheduled
-        # What a scheduler does to options is known by its step. One that is stepped now and then cannot be foreseen.
-        if self.follows:
-            before[1], after[1] = _not_scheduled(before[1]), _not_scheduled(after[1])
-        is_irregular = (followed is not None and followed != self.follows) or (self.follows and not self._is_on_schedule())
-        self.is_needed = self.is_needed or before != after or is_irregular or (self.follows and not self._can_follow)
-
-    @property
-    def has_moved(self) -> bool:
-        """Whether the scheduler was stepped since the optimizer's step, by lines that belong to it."""
-        if self._lines is Lines.JUDGED:
-            return bool(self.follows)
-        return self._lines is Lines.RUNNING and self._noted[0] != self._look()[0]
-
-    def complete(self, is_due: bool) -> None:
-        """Those lines may not have run: do what is known of them. `is_due`: the scheduler of some rank was stepped."""
-        if self._lines is Lines.JUDGED:
-            return
-        if (is_due or self.follows) and self._can_follow and not self.has_moved:
-            self._lines, self._noted = Lines.RUNNING, self._look()
-            self._scheduler.step()
-
-    def forget(self) -> None:
-        """The step never was, or is committed."""
-        self._lines = Lines.DONE
-
-    def _look(self) -> tuple[Any, list[Any], list[Any]]:
-        marks = [*map(mark_of, self._untrained), *map(_numbers_ahead, self._generators)]
-        groups = [group for one in self._optimizers for group in one.param_groups]
-        options = [option for group in groups for option in group.items() if isinstance(option[1], _NUMBERS)]
-        return getattr(self._scheduler, "last_epoch", None), marks, options
-
-    def _is_on_schedule(self) -> bool:
-        """Whether the learning rates are those that the scheduler set: a script may change them beside it."""
-        if not hasattr(self._scheduler, "get_last_lr"):
-            return True
-        rates = [float(group["lr"]) for group in self._scheduler.optimizer.param_groups]
-        return rates == [float(rate) for rate in self._scheduler.get_last_lr()]
-
-    def _trained(self) -> Iterator[torch.Tensor]:
-        groups = (group for one in self._optimizers for group in one.param_groups)
-        return (param for group in groups for param in group["params"])
-
-    def _count_changes(self) -> int:
-        return sum(param._version for param in self._trained())
-
-    def _norms(self) -> list[float]:
-        # Sums of absolute values: clipping makes them smaller. On a device the host would have to wait for them.
-        params = [param.detach() for param in self._trained() if param.device.type == "cpu"]
-        return [float(one) for one in torch._foreach_norm(params, 1)] if params else []
-
-
-def _not_scheduled(options: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
-    """Those that no scheduler of torch changes."""
-    return [option for option in options if option[0] not in ("lr", "momentum", "betas")]
-
-
-def mark_of(param: torch.Tensor) -> tuple[Any, ...]:
-    """Another one when a parameter has changed."""
-    # What is done to `param.data` counts no version; such updates (of teachers) change every element. On a device the host
-    # would have to wait for the number.
-    first = param.detach().reshape(-1)[0].item() if param.numel() and param.device.type == "cpu" else None
-    return param._version, param.data_ptr(), first
-
-
-def _numbers_ahead(generator: Any) -> Any:
-    """Another one when a generator has been drawn from."""
-    state = generator_state(generator)
-    # Arrays among the rest are compared by their bytes.
-    return state.numpy().tobytes() if isinstance(state, torch.Tensor) else pickle.dumps(state)
 
 
 class Untrained:
@@ -234,6 +103,58 @@ class Untrained:
             self._kept[number] = mark_of(param), copied
 
 
+class Buffers:
+    """A model's buffers, which change by steps that fail as well: copies by name, and marks that tell of a change.
+
+    Modules make buffers, replace them and let them grow as they like, also in a forward that is undone. So they are
+    looked up by name; the modules only when buffers are kept, since a walk over all of them costs more than all else here.
+    """
+
+    def __init__(self, model: torch.nn.Module | None) -> None:
+        self._model = model
+        self._list_modules()
+
+    def _list_modules(self) -> None:
+        named = () if self._model is None else self._model.named_modules()
+        self._modules = [(f"{name}." if name else "", module) for name, module in named]
+
+    def _all(self) -> Iterator[tuple[str, torch.nn.Module, str, torch.Tensor]]:
+        for prefix, module in self._modules:
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    yield prefix + name, module, name, buffer
+
+    def keep(self) -> dict[str, torch.Tensor]:
+        """Copies, by name."""
+        self._list_modules()
+        return {full: buffer.detach().clone() for full, _, _, buffer in self._all()}
+
+    @torch.no_grad()
+    def give(self, kept: Mapping[str, torch.Tensor]) -> None:
+        """Put back what `keep` returned. What a module was given since is taken from it again.
+
+        But for caches: a buffer that is in no state_dict and has been made, or made larger, since. It stays, as the module
+        may remember its size in an attribute of its own.
+        """
+        for full, module, name, buffer in list(self._all()):
+            is_cache = name in module._non_persistent_buffers_set
+            value = kept.get(full)
+            if value is None:
+                if not is_cache:
+                    del module._buffers[name]
+            elif value.shape != buffer.shape:
+                if not is_cache:
+                    module._buffers[name] = value.clone()
+            elif buffer.is_inference():
+                module._buffers[name] = value.clone()  # made in an evaluation: it cannot be changed outside of one
+            else:
+                buffer.detach().copy_(value)
+
+    def marks(self) -> list[Any]:
+        """Others when a buffer has changed, but for what is done to `buffer.data`. Cheap: asked twice per step."""
+        return [(id(one), None if one.is_inference() else one._version) for _, _, _, one in self._all()]
+
+
 class Transaction:
     """The state of one training run, on its way out and back."""
 
@@ -248,12 +169,13 @@ class Transaction:
         groups = (group for one in self._members() for group in one.param_groups)
         stepped = {id(param) for group in groups for param in group["params"]}
         self._untrained = Untrained([param for param in subject.param_names() if id(param) not in stepped])
+        self._buffers = Buffers(subject.model)
         generators = [value for value in subject.extra.values() if generator_state(value) is not None]
         self.has_moving_extra = len(generators) < len(subject.extra)
         """Whether something extra may be brought up to date after a step, in lines that nobody can make up for. Generators
         are kept as the random numbers of the process are; one that is drawn from in those lines is seen by `after_step`."""
         scheduler, optimizers = subject.parts.get("scheduler"), list(self._members())
-        self.after_step = AfterStep(scheduler, self._untrained.params, optimizers, generators)
+        self.after_step = AfterStep(scheduler, self._untrained.params, optimizers, generators, self._buffers.marks)
         modules = () if subject.model is None else subject.model.modules()
         self.has_extra_state = any(type(one).get_extra_state is not torch.nn.Module.get_extra_state for one in modules)
         """Whether modules have states that are no tensors (`get_extra_state`), which nobody sees change."""
@@ -327,8 +249,7 @@ class Transaction:
         for optimizer in self.subject.optimizers.values():
             for one in members(optimizer):
                 inner = one.sharded.optim if isinstance(one, ZeroRedundancyOptimizer) else one
-                for state in inner.state.values():
-                    yield from state.values()
+                yield from _leaves(inner.state.values())
 
     def _with_options(self, texts: Mapping[str, Any]) -> dict[str, Any]:
         """Learning rates and the like change from step to step, and are few."""
@@ -342,14 +263,24 @@ class Transaction:
 
     def read_options(self, source: Source) -> None:
         """Take the options of the optimizers' groups: learning rates and the like."""
+        self._drop_added(source)
         for label, optimizer in self.subject.optimizers.items():
             groups = [group for one in members(optimizer) for group in one.param_groups]
             for group, saved in zip(groups, source.optimizer(label)["groups"], strict=True):
                 group.update(decode(saved["options"], _no_tensor))
 
-    def read(self, source: Source, rank: int, world: int) -> None:
+    def _drop_added(self, source: Source) -> None:
+        """Have as many groups as were saved."""
+        for label, optimizer in self.subject.optimizers.items():
+            if not isinstance(optimizer, InBackward):  # its groups are fixed, one per parameter
+                _drop_groups(optimizer, len(source.optimizer(label)["groups"]))
+
+    def read(self, source: Source, rank: int, world: int, own: Passing | None) -> None:
         """Take what was learnt: all of it from copies, the optimizer's state from states in place."""
         self._described = None
+        if own is not None:
+            self._buffers.give(own["buffers"])  # those that the copies have, in their shapes
+        self._drop_added(source)
         parts = (MODEL, OPTIMIZER) if isinstance(source, ImageSource) else (OPTIMIZER,)
         restoration = Restoration(self.subject, source, Choice(parts=parts), rank, world)
         restoration.run()
@@ -382,10 +313,10 @@ class Transaction:
         self.after_step.rest(closely)
         return {
             "random": capture_randomness(),
-            "buffers": [] if subject.model is None else [buffer.detach().clone() for buffer in subject.model.buffers()],
+            "buffers": self._buffers.keep(),
             "untrained": self._untrained.keep(),
             "hook": None if hook is None else _copy_of_hook(hook),
-            "options": [_options(group) for one in self._members() for group in one.param_groups],
+            "options": [[_options(group) for group in one.param_groups] for one in self._members()],
             "follows": self.after_step.follows,
             # The loader's is made anew whenever it is asked for.
             "parts": {
@@ -419,6 +350,9 @@ class Transaction:
             else:
                 set_generator_state(target, passing["extra"][name])
         self.put_back(own)
+        if own is None:
+            # Those that are in no state_dict: nobody has read them.
+            self._buffers.give(passing["buffers"])
         self._give_options(passing["options"])
         self.after_step.forget()
         self.after_step.follows = passing["follows"]
@@ -430,15 +364,17 @@ class Transaction:
 
     def put_back(self, own: Passing | None) -> None:
         """Of what passes, the tensors of the model itself, as `own` has them; None for one who has read them."""
-        if own is not None and self.subject.model is not None:
-            for buffer, value in zip(self.subject.model.buffers(), own["buffers"], strict=True):
-                buffer.detach().copy_(value)
+        if own is not None:
+            self._buffers.give(own["buffers"])
         self._untrained.give(None if own is None else own["untrained"])
 
-    def _give_options(self, kept: Sequence[Mapping[str, Any]]) -> None:
-        """A scheduler that goes back does not take learning rates back with it."""
-        groups = [group for one in self._members() for group in one.param_groups]
-        for group, options in zip(groups, kept, strict=True):
+    def _give_options(self, kept: Sequence[Sequence[Mapping[str, Any]]]) -> None:
+        """A scheduler that goes back does not take learning rates back with it. Nor does it groups that were added since."""
+        pairs: list[tuple[dict[str, Any], Mapping[str, Any]]] = []
+        for one, groups in zip(self._members(), kept, strict=True):
+            _drop_groups(one, len(groups))
+            pairs += zip(one.param_groups, groups, strict=True)
+        for group, options in pairs:
             for key, value in options.items():
                 if isinstance(value, torch.Tensor) and isinstance(group.get(key), torch.Tensor):
                     group[key].copy_(value)
@@ -455,6 +391,20 @@ class Transaction:
     @property
     def _hook_state(self) -> Any:
         return stateful_of(self.subject)
+
+
+def _drop_groups(optimizer: torch.optim.Optimizer, num_kept: int) -> None:
+    """Those that were added in a step that is undone: the script adds them again. Raises if that cannot be."""
+    groups = optimizer.param_groups
+    if len(groups) < num_kept or (len(groups) > num_kept and isinstance(optimizer, ZeroRedundancyOptimizer)):
+        raise StateError(
+            f"a {type(optimizer).__name__} has {len(groups)} groups of parameters here, and {num_kept} where it is to go on "
+            "from. In an elastic run add all groups before the training function is called, with a learning rate of 0 if "
+            "need be: who comes calls it from its beginning, and has the groups of the first lines."
+        )
+    for param in (param for group in groups[num_kept:] for param in group["params"]):
+        optimizer.state.pop(param, None)
+    del groups[num_kept:]
 
 
 def _copy_of_hook(hook: Any) -> Any:

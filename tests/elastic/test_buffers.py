@@ -1,0 +1,117 @@
+"""Buffers that modules make, replace and let grow, and that scripts change after a step (see `mirrored`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import SGD
+
+from phalanx.checkpoint.capture import Subject
+from phalanx.elastic.keeping import Keeping
+from phalanx.elastic.transaction import Buffers, Transaction
+from tests.elastic.mirrored import Once
+
+
+class Averaged(torch.nn.Module):
+    """With an average of its weights in a buffer, which the script brings up to date after each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Linear(2, 1)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.inner(x)
+        return result
+
+    def average(self, is_replaced: bool) -> None:
+        if is_replaced:
+            self.count = self.count + 1
+        else:
+            self.count.add_(1)
+
+
+@pytest.mark.parametrize("is_replaced", [False, True])
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_a_buffer_that_the_script_changes_after_the_step_is_changed_once(runs: Any, moment: str, is_replaced: bool) -> None:
+    run, lost = runs(), Once()
+    run.model = Averaged()
+    optimizer = SGD(run.model.parameters(), 0.1)
+    training = run.prepare(optimizer)
+
+    def train(training: Any) -> None:
+        while training.step < 5:
+            run.step(optimizer, torch.ones(1, 2))
+            if (training.step, moment) == (3, "before"):
+                lost()
+            run.model.average(is_replaced)
+            if (training.step, moment) == (3, "after"):
+                lost()
+            training.commit()
+
+    training.run(train)
+    assert lost.has_happened and training._keeping is Keeping.WRITTEN
+    assert run.model.count.item() == 5
+
+
+class Caching(torch.nn.Module):
+    """Makes buffers in forward: a statistic at the first one, and a cache that grows and whose size it remembers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.size = torch.nn.Linear(2, 1), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not hasattr(self, "seen"):
+            self.register_buffer("seen", torch.zeros(1))
+        self.seen = torch.cat([self.seen, torch.ones(1)])
+        if len(x) > self.size:
+            self.size = len(x)
+            self.register_buffer("cache", torch.ones(self.size), persistent=False)
+        result: torch.Tensor = self.inner(x) * self.cache[: len(x), None]
+        return result
+
+
+@pytest.mark.parametrize("at", [0, 3])
+def test_a_step_that_made_buffers_or_let_them_grow_is_undone(runs: Any, at: int) -> None:
+    run, lost = runs(), Once()
+    run.model = Caching()
+    optimizer = SGD(run.model.inner.parameters(), 0.1)
+    training = run.prepare(optimizer)
+
+    def train(training: Any) -> None:
+        while training.step < 5:
+            loss = run.model(torch.ones(1 + training.step, 2)).square().mean()
+            if training.step == at:
+                lost()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            training.commit()
+
+    training.run(train)
+    assert lost.has_happened and training.step == 5
+    assert run.model.seen.tolist() == [0.0, *[1.0] * 5], "a forward that never was has left its mark"
+
+
+def test_a_buffer_that_was_made_in_an_evaluation_is_put_back() -> None:
+    module = torch.nn.Module()
+    with torch.inference_mode():
+        module.register_buffer("cache", torch.ones(2))
+    buffers = Buffers(module)
+    kept, before = buffers.keep(), buffers.marks()
+    with torch.inference_mode():
+        module.cache.fill_(3.0)
+    buffers.give(kept)
+    assert module.cache.tolist() == [1.0, 1.0] and buffers.marks() != before
+
+
+def test_who_comes_takes_buffers_that_are_in_no_state_dict() -> None:
+    first, second = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
+    for model, value in ((first, 5.0), (second, 0.0)):
+        model.register_buffer("passed", torch.tensor([value]), persistent=False)
+    passing = Transaction(Subject(first, None, {}, None)).keep()
+    Transaction(Subject(second, None, {}, None)).give(passing, None)
+    assert second.passed.item() == 5.0

@@ -1,0 +1,106 @@
+"""What optimizers step and keep, where that is not what it was at the start: groups, outsiders, nested states."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import SGD, Adam
+
+from phalanx.checkpoint.capture import Subject
+from phalanx.elastic.refusal import refuse_what_cannot_change
+from phalanx.elastic.transaction import Transaction, _drop_groups
+from phalanx.errors import ConfigError, StateError
+from tests.elastic.mirrored import Once
+from tests.elastic.program import Position
+
+
+@pytest.mark.parametrize("kept", ["held", "written"])
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_a_group_that_was_added_in_a_step_that_is_undone_is_added_again(runs: Any, kept: str, moment: str) -> None:
+    run, losses = runs(), [Once(), Once()]
+    run.model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+    optimizer = SGD(run.model[1].parameters(), 0.1, momentum=0.9)
+    extra = {"position": Position()} if kept == "written" else None
+    numbers = []
+
+    def train(training: Any) -> None:
+        while training.step < 6:
+            if training.step == 3:
+                optimizer.add_param_group({"params": list(run.model[0].parameters())})
+                if moment == "before":
+                    losses[0]()
+            numbers.append(len(optimizer.param_groups))
+            run.model(torch.ones(1, 2)).square().mean().backward()
+            if training.step == 3 and moment == "after":
+                losses[0]()
+            if training.step == 4:
+                losses[1]()  # when the step that has added it is committed
+            optimizer.step()
+            optimizer.zero_grad()
+            training.commit()
+
+    run.prepare(optimizer, extra=extra).run(train)
+    assert all(one.has_happened for one in losses) and set(numbers[:3]) == {1} and set(numbers[3:]) == {2}
+    assert len(optimizer.state) == 4
+
+
+def test_one_who_comes_without_a_group_is_told_of_it() -> None:
+    optimizer = SGD(torch.nn.Linear(2, 1).parameters(), 0.1)
+    with pytest.raises(StateError, match=r"SGD has 1 groups .* and 2 .* add all groups before the training function"):
+        _drop_groups(optimizer, 2)
+
+
+def test_a_learning_rate_in_a_tensor_that_the_script_changes_is_changed_once(runs: Any) -> None:
+    run, lost = runs(), Once()
+    optimizer = Adam(run.model.parameters(), lr=torch.tensor(0.5))
+
+    def train(training: Any) -> None:
+        while training.step < 5:
+            run.step(optimizer, torch.ones(1, 2))
+            if training.step == 3:
+                lost()
+            optimizer.param_groups[0]["lr"].mul_(0.5)
+            training.commit()
+
+    run.prepare(optimizer).run(train)
+    assert lost.has_happened and optimizer.param_groups[0]["lr"].item() == 0.5**6
+
+
+def test_a_parameter_that_is_part_of_nothing_given_is_refused() -> None:
+    model, loss = torch.nn.Linear(2, 1), torch.nn.Linear(1, 1)
+    optimizer = SGD([*model.parameters(), *loss.parameters()], 0.1)
+    refuse_what_cannot_change(Subject(model, optimizer, {}, {"loss": loss}))
+    refuse_what_cannot_change(Subject(torch.nn.ModuleList([model, loss]), optimizer, {}, None))
+    with pytest.raises(ConfigError, match=r"optimizer steps a parameter of shape \(1, 1\), its number 2,.*in extra"):
+        refuse_what_cannot_change(Subject(model, optimizer, {}, {"position": Position()}))
+
+
+class Preconditioned(torch.optim.Optimizer):
+    """Keeps a list of matrices per parameter, and makes a new one, or new ones in it, at each step."""
+
+    def __init__(self, params: Any, is_new: bool) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self._is_new = is_new
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for param in (param for group in self.param_groups for param in group["params"]):
+            found = self.state[param].setdefault("matrices", [torch.zeros(2), torch.zeros(3)])
+            made = [one + 1 for one in found]
+            if self._is_new:
+                self.state[param]["matrices"] = made
+            else:
+                found[:] = made
+
+
+@pytest.mark.parametrize("is_new", [False, True])
+def test_copies_have_nested_states_as_they_are(is_new: bool) -> None:
+    model = torch.nn.Linear(2, 1)
+    optimizer = Preconditioned(model.parameters(), is_new)
+    transaction = Transaction(Subject(model, optimizer, {}, None))
+    for count in (1.0, 2.0, 3.0):
+        optimizer.step()
+        pieces, _, _ = transaction._describe(0, 1)
+        found = [one.values.tolist() for one in pieces if one.key.startswith("optimizer/weight/")]
+        assert found == [[count] * 2, [count] * 3]
