@@ -77,6 +77,8 @@ class Plan:
     phases: int = 1
     """Calls of `training.epochs`, the last of which is for all epochs."""
     closure: bool = False
+    catches: bool = False
+    """Whether the program itself catches what backward raises, and steps all the same."""
     around: str = ""  # decay (a learning rate), shrink (parameters): what the program does itself after a step
     wrappers: int = 1
     generations: int = 0
@@ -326,7 +328,8 @@ def train(plan: Plan, folder: str, number: int) -> None:
                         stack.enter_context(one.no_sync())
                     loss = loss_of(called, batch, noise) / plan.accumulate  # noqa: B023
                     faults.at("forward")
-                    loss.backward()
+                    with contextlib.suppress(Exception) if plan.catches else contextlib.nullcontext():
+                        loss.backward()
                 faults.at("reduced")
                 return loss
 

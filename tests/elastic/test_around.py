@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,8 +14,8 @@ import phalanx
 from phalanx.checkpoint.capture import Subject
 from phalanx.elastic import refusal
 from phalanx.elastic.decision import Report
-from phalanx.elastic.keeping import Keeping
-from phalanx.elastic.refusal import refuse_what_cannot_change, wrappers_of
+from phalanx.elastic.keeping import Keeping, Steps
+from phalanx.elastic.refusal import CaughtLoss, refuse_what_cannot_change, wrappers_of
 from phalanx.errors import ConfigError, MismatchError, PeerFailure
 from tests.elastic.mirrored import Once, Run
 
@@ -200,6 +201,38 @@ def test_a_wrapped_model_that_is_trained_and_not_given_is_refused(monkeypatch: p
     refuse_what_cannot_change(Subject(given, optimizer, {}, None))
     with pytest.raises(ConfigError, match=r"Linear.*Pass the wrapper as model"):
         refuse_what_cannot_change(Subject(wrapper.module, optimizer, {}, None))
+
+
+def test_no_step_begins_after_a_loss_that_the_script_has_caught(runs: Any) -> None:
+    run, errors = runs(), [None, PeerFailure("the generation is over", [1])]
+    wrapper = SimpleNamespace(
+        reducer=SimpleNamespace(has_failed=False), collectives=SimpleNamespace(board=SimpleNamespace(knows=False))
+    )
+    caught = CaughtLoss(Subject(None, None, {}, None), run.member)
+    caught._wrappers = [wrapper]
+    run.member.interruption = SimpleNamespace(error=lambda: errors[-1])
+    optimizer = SGD(run.model.parameters(), 0.1)
+    after_step = run.prepare(optimizer)._transaction.after_step
+    steps = Steps([optimizer], after_step, caught.look)
+    before = run.model.weight.detach().clone()
+    run.step(optimizer, torch.ones(1, 2))
+    steps.end()  # without a sign of a loss here the others may just be pausing
+    steps.forget()
+    after = run.model.weight.detach().clone()
+    assert not torch.equal(before, after)
+    for where in (wrapper.reducer, wrapper.collectives.board):
+        name = next(iter(vars(where)))
+        setattr(where, name, True)
+        with pytest.raises(PeerFailure, match="is over"):
+            run.step(optimizer, torch.ones(1, 2))
+        with pytest.raises(PeerFailure, match="is over"):
+            steps.end()
+        setattr(where, name, False)
+    assert not steps.begun and torch.equal(run.model.weight, after)
+    wrapper.reducer.has_failed = True
+    errors.append(None)
+    run.step(optimizer, torch.ones(1, 2))
+    assert steps.ended == 1, "an error of the script's own that it has caught is its own affair"
 
 
 def test_a_run_without_an_optimizer_commits_what_it_is_told_to(runs: Any) -> None:

@@ -264,4 +264,32 @@ MUTATIONS = (
         new="",
         tests="tests/elastic/test_stepped.py",
     ),
+    Mutation(
+        name="undoing: a step begins after a loss that the script has caught",
+        file=KEEPING,
+        old="        self._look_for_loss()  # before anything counts as begun: nothing has been changed\n",
+        new="",
+        tests="tests/elastic/test_around.py",
+    ),
+    Mutation(
+        name="undoing: a commit follows a loss that the script has caught",
+        file=KEEPING,
+        old="        self._look_for_loss()\n        self._after_step.end()\n",
+        new="        self._after_step.end()\n",
+        tests="tests/elastic/test_around.py",
+    ),
+    Mutation(
+        name="undoing: ranks that pause are taken for lost",
+        file=REFUSAL,
+        old="        if not any(ddp.reducer.has_failed or ddp.collectives.board.knows for ddp in self._wrappers):\n",
+        new="        if False:\n",
+        tests="tests/elastic/test_around.py",
+    ),
+    Mutation(
+        name="undoing: a forward that failed is no sign of a loss",
+        file=REFUSAL,
+        old="ddp.reducer.has_failed or ddp.collectives.board.knows",
+        new="ddp.reducer.has_failed",
+        tests="tests/elastic/test_around.py",
+    ),
 )

@@ -1,4 +1,4 @@
-"""What cannot go on with other ranks is refused before the first step of an elastic run."""
+"""What cannot go on with other ranks is refused before the first step of an elastic run; later, a step after a loss."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch.distributed import rpc
 
 from ..checkpoint.capture import Subject
 from ..checkpoint.optimizers import members
+from ..comm.failure.interruption import awaited
 from ..data.loader import Loader
 from ..ddp import DistributedDataParallel
 from ..ddp.wrappers import known_wrappers
@@ -43,6 +44,33 @@ def refuse_arguments(model: object, on_event: object) -> None:
         )
     if on_event is not None and not callable(on_event):
         raise ArgumentTypeError(f"on_event must be a function of an event, got {on_event!r:.80}.")
+
+
+class CaughtLoss:
+    """The loss of a rank that the script has caught itself, and goes on as if nothing had happened.
+
+    Then gradients are what this rank alone has, or half of a mean, or none. A step by them would differ between ranks, and
+    with a state that every rank holds nobody compares.
+    """
+
+    def __init__(self, subject: Subject, member: Member | None) -> None:
+        self._wrappers, self._member = wrappers_of(subject), member
+        self._asked = 0  # the generation of which it was waited for already
+
+    def look(self) -> None:
+        """A step begins, or a commit. Raises what a collective has raised before, if that was the end of this generation."""
+        member = self._member
+        if member is None or member.formed is None:
+            return
+        # Only with a sign of it here: that a generation is over is also said when all are to pause, and some are there.
+        if not any(ddp.reducer.has_failed or ddp.collectives.board.knows for ddp in self._wrappers):
+            return
+        # Once: an error of the script's own that it has caught is no loss, and is not to cost time at every step.
+        generation, asked = member.formed.generation, self._asked
+        self._asked = generation
+        error = member.interruption.error() if asked == generation else awaited(member.interruption)
+        if error is not None:
+            raise error
 
 
 def refuse_other_loader(loader: object) -> None:

@@ -31,7 +31,14 @@ from .hosts.between import Between
 from .image import ImageSource, RankImage
 from .in_place import Found, InPlace, Standing
 from .keeping import Keeping, Passing, Steps, Taken, looks_closely_at
-from .refusal import refuse_another_training, refuse_arguments, refuse_other_loader, refuse_what_cannot_change, wrappers_of
+from .refusal import (
+    CaughtLoss,
+    refuse_another_training,
+    refuse_arguments,
+    refuse_other_loader,
+    refuse_what_cannot_change,
+    wrappers_of,
+)
 from .telling import OnEvent, Telling, warn_of_other_launcher
 from .transaction import Transaction
 
@@ -104,7 +111,8 @@ class Training:
         self._version = self._num_idle = 0
         if self._member is not None:
             refuse_what_cannot_change(self._subject)
-        self._steps = Steps(self._subject.optimizers.values(), self._transaction.after_step)
+        caught = CaughtLoss(self._subject, self._member)
+        self._steps = Steps(self._subject.optimizers.values(), self._transaction.after_step, caught.look)
 
     # -- what the function uses ----------------------------------------------------------------
 
@@ -142,7 +150,7 @@ class Training:
         if not (self._steps.ended or not self._subject.optimizers or self._transaction.has_stepped_in_backward):
             return
         if self._is_before_end:
-            self._transaction.after_step.end()
+            self._steps.end()
             self._at_end = {} if self._member is None else self._keep_passing()
         else:
             self._commit(in_loop=True)
@@ -171,7 +179,7 @@ class Training:
             self._version, self._at_end = version, None
             self._steps.forget()
             return
-        self._transaction.after_step.end()
+        self._steps.end()
         self._is_uneven = self._is_uneven or self._transaction.after_step.is_needed
         if self._may_hold():
             self._keep(version, Keeping.HELD)

@@ -103,7 +103,8 @@ class FailureBoard:
         # Whether the transport has lost its connection to a rank, by its place in the group; where it can be asked.
         self.is_cut_off: Callable[[int], bool] = lambda place: False
         self.is_quick = False  # whether the transport itself carries failures, so that nobody need read them here
-        self._knows = False
+        self.knows = False
+        """Whether a collective of the group has failed here, or this rank ends by an error."""
         self._gone: set[int] = set()  # ranks for which nobody need wait any more
         self._process = identity()
         if self.reaches_others and self.world > 1:
@@ -275,8 +276,8 @@ class FailureBoard:
     def conclude(self, gone: Collection[int] = ()) -> None:
         """This rank knows what is wrong, and needs the store no more; `gone`: ranks that nobody will hear of."""
         self.give_up_on(gone)
-        if not self._knows:
-            self._knows = True
+        if not self.knows:
+            self.knows = True
             with contextlib.suppress(RuntimeError, OSError):
                 self._store.set(f"knows/{self.rank}", "1")
 
