@@ -190,6 +190,28 @@ def test_one_who_comes_with_another_model_takes_nobody_with_it(runs: Any, is_new
         training._go_on(run.member.meet(""), run.member, False)
 
 
+@pytest.mark.parametrize("is_new", [False, True])
+def test_one_who_does_not_fit_ends_though_the_others_have_left_it_by_then(runs: Any, is_new: bool) -> None:
+    run = runs()
+    training = run.prepare(SGD(run.model.parameters(), 0.1))
+    training._has_entered = not is_new
+    run.member.interruption = SimpleNamespace(error=lambda: PeerFailure("the generation is over", [0]))
+    assert training._follows_loss(MismatchError("another model")) is not is_new
+
+
+def test_who_has_come_farthest_says_which_parameters_are_trained(runs: Any) -> None:
+    run = runs()
+    training = run.prepare(SGD(run.model.parameters(), 0.1))
+    training._has_entered = training._version = 1
+    run.exchange.all_objects = lambda value: [value, (-1, [True, True]), (0, [True, True]), (2, [False, True])]
+    training._renew()
+    assert [param.requires_grad for param in run.model.parameters()] == [False, True]
+    run.exchange.all_objects = lambda value: [value, (1, [True, True])]
+    training._steps.ended = 1  # what a step has begun with is said by those who have made it
+    training._renew()
+    assert [param.requires_grad for param in run.model.parameters()] == [False, True]
+
+
 def test_a_wrapped_model_that_is_trained_and_not_given_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     wrapper = phalanx.DistributedDataParallel.__new__(phalanx.DistributedDataParallel)
     torch.nn.Module.__init__(wrapper)

@@ -292,4 +292,18 @@ MUTATIONS = (
         new="ddp.reducer.has_failed",
         tests="tests/elastic/test_around.py",
     ),
+    Mutation(
+        name="undoing: who does not fit comes again and again",
+        file=TRAINING,
+        old="        if isinstance(error, MismatchError) and not self._has_entered:\n",
+        new="        if False:\n",
+        tests="tests/elastic/test_around.py",
+    ),
+    Mutation(
+        name="undoing: who comes says which parameters are trained",
+        file=TRAINING,
+        old="self._version + (self._steps.ended > 0) if self._has_entered else -1",
+        new="0",
+        tests="tests/elastic/test_around.py",
+    ),
 )

@@ -25,7 +25,6 @@ from ..launch.bootstrap import is_consequence
 from ..launch.elastic.heads import VOID
 from ..launch.elastic.member import Formed, Member
 from ..launch.worker import current_worker
-from ..zero.optimizer import ZeroRedundancyOptimizer
 from .decision import Decision, Report, decide
 from .hosts.between import Between
 from .image import ImageSource, RankImage
@@ -40,7 +39,7 @@ from .refusal import (
     wrappers_of,
 )
 from .telling import OnEvent, Telling, warn_of_other_launcher
-from .transaction import Transaction
+from .transaction import Transaction, renew, trained_of
 
 logger = logging.getLogger("phalanx.elastic")
 
@@ -295,6 +294,8 @@ class Training:
             return True
         if self._member is None or self._member.formed is None or not isinstance(error, (RuntimeError, OSError)):
             return False
+        if isinstance(error, MismatchError) and not self._has_entered:
+            return False  # it does not fit those who are there, who end the generation in order to go on without it
         # A library that lost its peer may say anything. An error of the program's own comes again, and is raised then.
         return awaited(self._member.interruption) is not None
 
@@ -418,13 +419,9 @@ class Training:
         self._kept, self._at_end = self._keep_passing(), None
 
     def _renew(self) -> None:
-        sharded = [one for one in self._subject.optimizers.values() if isinstance(one, ZeroRedundancyOptimizer)]
-        for one in sharded:
-            one.let_go()
-        for ddp in wrappers_of(self._subject):
-            ddp.renew()
-        for one in sharded:
-            one.renew()
+        # The one who has come farthest says which parameters are trained: scripts freeze some, and thaw them, on their way.
+        standing = self._version + (self._steps.ended > 0) if self._has_entered else -1
+        renew(self._subject, max(self._worker.exchange.all_objects((standing, trained_of(self._subject))))[1])
 
     def _take_written(self, formed: Formed, member: Member) -> Taken:
         """What every rank wrote."""

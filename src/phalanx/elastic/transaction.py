@@ -34,7 +34,7 @@ from ..zero.optimizer import ZeroRedundancyOptimizer
 from ..zero.state.tree import numbers_of
 from .image import ImageSource, RankImage
 from .keeping import AfterStep, Passing, mark_of
-from .refusal import stateful_of
+from .refusal import stateful_of, wrappers_of
 
 logger = logging.getLogger("phalanx.elastic")
 
@@ -391,6 +391,25 @@ class Transaction:
     @property
     def _hook_state(self) -> Any:
         return stateful_of(self.subject)
+
+
+def trained_of(subject: Subject) -> list[bool]:
+    """Which of the model's parameters get gradients."""
+    return [param.requires_grad for param in subject.param_names()]
+
+
+def renew(subject: Subject, trained: Sequence[bool]) -> None:
+    """Put wrappers and divided optimizers together anew, over whatever group there is, with those parameters trained."""
+    for param, is_trained in zip(subject.param_names(), trained, strict=False):  # of another model: wrappers say how
+        if param.requires_grad != is_trained:
+            param.requires_grad_(is_trained)
+    sharded = [one for one in subject.optimizers.values() if isinstance(one, ZeroRedundancyOptimizer)]
+    for one in sharded:
+        one.let_go()
+    for ddp in wrappers_of(subject):
+        ddp.renew()
+    for one in sharded:
+        one.renew()
 
 
 def _drop_groups(optimizer: torch.optim.Optimizer, num_kept: int) -> None:
