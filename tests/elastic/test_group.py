@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 import phalanx
+from phalanx.comm.failure import interruption
 from phalanx.comm.failure.board import group_timeout_s
 from phalanx.comm.failure.interruption import InterruptibleStore, interruptible
 from phalanx.comm.failure.log_store import LogStore
@@ -126,6 +127,25 @@ def test_what_was_given_up_comes_to_nothing_when_it_returns() -> None:
         if thread.name == "phalanx-joining":
             thread.join(20)
     assert not reached
+
+
+def test_a_thread_that_is_given_up_past_all_handlers_ends_without_a_word(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(threading, "excepthook", threading.__excepthook__)
+    begun, pause = threading.Event(), threading.Event()
+
+    def run() -> None:
+        begun.set()
+        while not pause.wait(0.001):
+            pass
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    begun.wait(10)
+    interruption._give_up(thread)
+    thread.join(10)
+    assert not thread.is_alive() and not capsys.readouterr().err
 
 
 def test_what_fails_by_itself_is_raised() -> None:

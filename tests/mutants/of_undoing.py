@@ -306,4 +306,11 @@ MUTATIONS = (
         new="0",
         tests="tests/elastic/test_around.py",
     ),
+    Mutation(
+        name="undoing: a thread that is given up says so in the terminal",
+        file="src/phalanx/comm/failure/interruption.py",
+        old="ctypes.py_object(SystemExit)",
+        new="ctypes.py_object(GeneratorExit)",
+        tests="tests/elastic/test_group.py",
+    ),
 )

@@ -176,13 +176,10 @@ def is_interruptible() -> bool:
 _inside = threading.local()
 
 
-class _GivenUp(BaseException):
-    """Raised in a thread that was left behind, as soon as it comes back to Python."""
-
-
 def _give_up(thread: threading.Thread) -> None:
     # Not documented in Python's own library, but in its C API. Before the thread could make the group, which it may still
     # get from C++, the default one of this process: by then there may be another.
     assert thread.ident is not None, "it was started"
     gloo_threads.leave_behind(thread)
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(_GivenUp))
+    # No class of ours: it may come when the thread is past all handlers, and of this one alone threads say no word.
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit))
