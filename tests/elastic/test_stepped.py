@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import Any
 
 import pytest
@@ -66,6 +67,44 @@ def test_a_learning_rate_in_a_tensor_that_the_script_changes_is_changed_once(run
 
     run.prepare(optimizer).run(train)
     assert lost.has_happened and optimizer.param_groups[0]["lr"].item() == 0.5**6
+
+
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_a_state_that_the_script_empties_after_the_step_is_emptied_once(runs: Any, is_replaced: bool) -> None:
+    run, lost = runs(), Once()
+    optimizer = SGD(run.model.parameters(), 0.1, momentum=0.9)
+
+    def train(training: Any) -> None:
+        while training.step < 6:
+            run.step(optimizer, torch.ones(1, 2))
+            if training.step == 5:
+                lost()
+            if training.step % 2 and is_replaced:
+                optimizer.state = defaultdict(dict)
+            elif training.step % 2:
+                optimizer.state.clear()
+            training.commit()
+
+    run.prepare(optimizer).run(train)
+    assert lost.has_happened and not optimizer.state
+
+
+def test_an_epoch_without_a_step_of_the_optimizer_given_is_told_of(runs: Any) -> None:
+    run = runs()
+    given, loader = SGD(run.model.parameters(), 0.1), run.loader()
+    training = run.prepare(given, loader=loader)
+    seen: list[int] = []
+
+    def train(training: Any) -> None:
+        for epoch in training.epochs(4):
+            other = SGD(run.model.parameters(), 0.1) if epoch else given
+            for (x,) in loader if epoch < 3 else ():
+                run.step(other, x)
+            seen.append(training.step)
+
+    with pytest.warns(UserWarning, match=r"no optimizer .* has stepped in epoch 1, so that nothing of it") as warned:
+        training.run(train)
+    assert len(warned) == 1 and training.step == 3
 
 
 def test_a_parameter_that_is_part_of_nothing_given_is_refused() -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import enum
 import pickle
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -154,6 +155,8 @@ class AfterStep:
 
     def _look(self) -> tuple[Any, list[Any], list[Any]]:
         marks = [*map(mark_of, self._untrained), *map(_numbers_ahead, self._generators), *self._buffers()]
+        # Emptied, or replaced. A divided one cannot be (`ZeroRedundancyOptimizer`).
+        marks += [(id(one.state), len(one.state)) for one in self._optimizers if type(one.state) in (dict, defaultdict)]
         groups = [group for one in self._optimizers for group in one.param_groups]
         options = [(key, _number(value)) for group in groups for key, value in group.items() if isinstance(value, _NUMBERS)]
         return getattr(self._scheduler, "last_epoch", None), marks, options

@@ -44,6 +44,7 @@ class Telling:
         self.was_in_step = False
         """Whether this worker was in the midst of a step when its generation broke."""
         self._there: list[tuple[int, bool]] = []
+        self._has_warned = False
 
     # -- what the training notes ---------------------------------------------------------------
 
@@ -90,6 +91,17 @@ class Telling:
             self._untold += story.events
 
     # -- the script ----------------------------------------------------------------------------
+
+    def warn_of_no_step(self, epoch: int) -> None:
+        """Say, once, that an epoch has come to nothing that could be gone on from."""
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"no optimizer that elastic.run() was given has stepped in epoch {epoch}, so that nothing of it is "
+                "committed: after a loss it is done again, and nobody joins. Give it the optimizer whose step() is called, "
+                "not one around it or one that was made later.",
+                stacklevel=users_stacklevel(),
+            )
 
     def tell(self) -> None:
         """Call the script's callback with what it does not know yet."""

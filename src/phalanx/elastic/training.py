@@ -126,15 +126,17 @@ class Training:
         if self._loader is None:
             raise ConfigError("epochs() counts the loader's epochs. Give elastic.run() the loader.")
         while (epoch := self._loader.epoch) < count:
-            self._ends_epoch = epoch
+            self._ends_epoch, before = epoch, self._version
             yield epoch
-            self._ends_epoch = None
+            self._ends_epoch, was_looped = None, self._loader.epoch > epoch
             self._loader.end_epoch(epoch)
             is_owed = self._kept and self._kept["parts"]["loader"].get("ended")
             has_stepped = self._steps.ended > 0 or self._at_end is not None
             if has_stepped or is_owed:
                 self._num_idle += not has_stepped
                 self._commit(in_loop=False)
+            elif was_looped and self._version == before and self._member is not None:
+                self._telling.warn_of_no_step(epoch)
         # Whoever goes on to save and end knows that nobody is a step behind, and would make it again without it. Not where
         # these epochs are long over: one who comes finds it so, while the others are in the midst of later ones.
         if self._member is not None and self._loader.epoch == count and self._loader.is_at_beginning:
