@@ -77,6 +77,8 @@ def _draw_habits(chance: random.Random, plan: Plan) -> Plan:
         evaluates=chance.random() < 0.3 and plan.has_loader,
         phases=chance.choice((1, 1, 2)) if plan.has_loader else 1,
         closure=closes,
+        # Only of a loss: a program that catches its own error and steps all the same is not what it was before.
+        catches=chance.random() < 0.15 and not closes and all(fault[0] in ("kill", "end", "segv") for fault in plan.faults),
         around=chance.choice(("", "", "decay", "shrink")) if is_simple else "",
         wrappers=2 if chance.random() < 0.2 and is_simple and not plan.saves else 1,
     )

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch.optim import SGD, Adam
+from torch.optim.lr_scheduler import StepLR
 
 from phalanx.checkpoint.capture import Subject
 from phalanx.elastic.refusal import refuse_what_cannot_change
@@ -114,6 +115,18 @@ def test_a_parameter_that_is_part_of_nothing_given_is_refused() -> None:
     refuse_what_cannot_change(Subject(torch.nn.ModuleList([model, loss]), optimizer, {}, None))
     with pytest.raises(ConfigError, match=r"optimizer steps a parameter of shape \(1, 1\), its number 2,.*in extra"):
         refuse_what_cannot_change(Subject(model, optimizer, {}, {"position": Position()}))
+
+
+def test_a_scheduler_that_is_not_given_is_refused() -> None:
+    model = torch.nn.ModuleList([torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)])
+    optimizers = {str(number): SGD(one.parameters(), 0.1) for number, one in enumerate(model)}
+    refuse_what_cannot_change(Subject(model, optimizers, {}, None))
+    first, second = [StepLR(one, 2) for one in optimizers.values()]
+    refuse_what_cannot_change(Subject(model, optimizers, {"scheduler": first}, {"second": second}))
+    refuse_what_cannot_change(Subject(model, optimizers, {"scheduler": first}, {"position": Position()}))
+    for given in ({}, {"scheduler": first}):
+        with pytest.raises(ConfigError, match=r"has a learning rate scheduler that .* was not given.*in extra"):
+            refuse_what_cannot_change(Subject(model, optimizers, given, {"generator": torch.Generator()}))
 
 
 class Preconditioned(torch.optim.Optimizer):

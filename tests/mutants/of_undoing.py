@@ -327,4 +327,11 @@ MUTATIONS = (
         new="                pass\n",
         tests="tests/elastic/test_stepped.py",
     ),
+    Mutation(
+        name="undoing: a scheduler that is not given is stepped",
+        file=REFUSAL,
+        old="    _refuse_other_schedulers(subject)\n",
+        new="",
+        tests="tests/elastic/test_stepped.py",
+    ),
 )

@@ -11,6 +11,7 @@ from torch.distributed import rpc
 
 from ..checkpoint.capture import Subject
 from ..checkpoint.optimizers import members
+from ..checkpoint.randomness import generator_state
 from ..comm.failure.interruption import awaited
 from ..data.loader import Loader
 from ..ddp import DistributedDataParallel
@@ -115,6 +116,7 @@ def refuse_what_cannot_change(subject: Subject) -> None:
     _refuse_hook(subject)
     _refuse_other_wrappers(subject)
     _refuse_outsiders(subject)
+    _refuse_other_schedulers(subject)
     for one in subject.optimizers.values():
         if isinstance(one, ZeroRedundancyOptimizer) and one.partition != "element" and one.world_size > 1:
             raise ConfigError(
@@ -165,6 +167,22 @@ def _refuse_outsiders(subject: Subject) -> None:
                     f"the {label} steps a parameter of shape {tuple(param.shape)}, its number {number}, that is in no model "
                     "given to elastic.run(), so that a step that is undone would leave it changed. Make it a part of the "
                     "model, or give the module that has it in extra."
+                )
+
+
+def _refuse_other_schedulers(subject: Subject) -> None:
+    """One that is not given would be stepped again after a loss; who comes would begin it anew, and learn at other rates."""
+    given = [subject.parts.get("scheduler"), *subject.extra.values()]
+    if any(one is not None and not hasattr(one, "optimizer") and generator_state(one) is None for one in given):
+        return  # it may have schedulers inside
+    known = {id(one.optimizer) for one in given if hasattr(one, "optimizer")}
+    for label, optimizer in subject.optimizers.items():
+        for one in members(optimizer):
+            # By this mark torch's schedulers know that they watch the steps of an optimizer.
+            if getattr(one.step, "_wrapped_by_lr_sched", False) and id(one) not in known:
+                raise ConfigError(
+                    f"the {label} has a learning rate scheduler that elastic.run() was not given, so that who comes would "
+                    "learn at other rates than the rest. Pass it as scheduler, or further ones in extra."
                 )
 
 
