@@ -25,19 +25,12 @@ from ..launch.bootstrap import is_consequence
 from ..launch.elastic.heads import VOID
 from ..launch.elastic.member import Formed, Member
 from ..launch.worker import current_worker
+from . import refusal
 from .decision import Decision, Report, decide
 from .hosts.between import Between
 from .image import ImageSource, RankImage
 from .in_place import Found, InPlace, Standing
 from .keeping import Keeping, Passing, Steps, Taken, looks_closely_at
-from .refusal import (
-    CaughtLoss,
-    refuse_another_training,
-    refuse_arguments,
-    refuse_other_loader,
-    refuse_what_cannot_change,
-    wrappers_of,
-)
 from .telling import OnEvent, Telling, warn_of_other_launcher
 from .transaction import Transaction, renew, trained_of
 
@@ -64,7 +57,7 @@ def run(
     rank that goes on, when all can. What it raises ends the training, as what the function raises does.
     Under any other launcher the function is just called.
     """
-    refuse_arguments(model, on_event)
+    refusal.refuse_arguments(model, on_event)
 
     def decorate(function: Callable[Concatenate[Training, P], T]) -> Callable[P, T]:
         @functools.wraps(function)
@@ -92,7 +85,7 @@ class Training:
         worker = current_worker()
         if worker is None:
             raise ConfigError("call phalanx.init() before the training function: it joins the others.")
-        refuse_other_loader(loader)
+        refusal.refuse_other_loader(loader)
         self._worker, self._member = worker, worker.member
         self._loader, self._telling = loader, Telling(on_event)
         self._subject = Subject(model, optimizer, {"scheduler": scheduler, "loader": loader}, extra)
@@ -109,8 +102,8 @@ class Training:
         # Commits; and those of them without a step, of what follows an epoch's loop where a loss came between.
         self._version = self._num_idle = 0
         if self._member is not None:
-            refuse_what_cannot_change(self._subject)
-        caught = CaughtLoss(self._subject, self._member)
+            refusal.refuse_what_cannot_change(self._subject)
+        caught = refusal.CaughtLoss(self._subject, self._member)
         self._steps = Steps(self._subject.optimizers.values(), self._transaction.after_step, caught.look)
 
     # -- what the function uses ----------------------------------------------------------------
@@ -262,7 +255,7 @@ class Training:
             warn_of_other_launcher(self._worker.rank, self._worker.world)
             self._watch_loader()
             return function(self)
-        refuse_another_training(member)
+        refusal.refuse_another_training(member)
         member.leave_on_signal()
         self._enter(member)
         while True:
@@ -439,7 +432,7 @@ class Training:
                 )
             self._renew()
             # Nobody has committed anything: all begin where the first one began, which may have taken a batch since.
-            for ddp in wrappers_of(self._subject):
+            for ddp in refusal.wrappers_of(self._subject):
                 ddp.replicate_module(0)
             mine = self._kept if self._has_entered else self._keep_passing()
             passing: Passing = self._worker.exchange.all_objects(mine)[0]
