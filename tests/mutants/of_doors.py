@@ -7,6 +7,10 @@ from tests.mutants.mutation import Mutation
 ORDER = "src/phalanx/launch/start/order.py"
 RUNDIR = "src/phalanx/launch/rundir.py"
 DOOR = "src/phalanx/launch/hosts/door.py"
+FINDINGS = "src/phalanx/observe/figures/findings.py"
+HISTORY = "src/phalanx/launch/elastic/history.py"
+DISK = "src/phalanx/checkpoint/storage/disk.py"
+SOURCE = "src/phalanx/checkpoint/source.py"
 
 MUTATIONS = (
     Mutation(
@@ -29,5 +33,40 @@ MUTATIONS = (
         old="                        self._unproven[0].shutdown(socket.SHUT_RDWR)\n",
         new="                        connection.shutdown(socket.SHUT_RDWR)\n",
         tests="tests/security/test_hosts.py::test_many_silent_strangers_do_not_keep_a_host_out",
+    ),
+    Mutation(
+        name="doors: all ranks of a world that a trace speaks of are listed",
+        file=FINDINGS,
+        old="list(islice((rank for rank in range(world) if rank not in known), 9))",
+        new="sorted(set(range(world)) - known)",
+        tests="tests/security/test_reports.py::test_a_world_that_fits_in_no_memory_is_told_of",
+    ),
+    Mutation(
+        name="doors: one endless moment in a record ends the listing of all runs",
+        file=HISTORY,
+        old="AttributeError, ArithmeticError, RecursionError",
+        new="AttributeError, RecursionError",
+        tests="tests/security/test_folders.py::test_nor_does_a_number_that_is_none",
+    ),
+    Mutation(
+        name="doors: a commit that is all holes is read into memory",
+        file=DISK,
+        old="            if os.fstat(file.fileno()).st_size > LONGEST_BYTES:\n",
+        new="            if False:\n",
+        tests="tests/security/test_checkpoints.py::test_a_text_that_is_all_holes_is_not_read_into_memory",
+    ),
+    Mutation(
+        name="doors: a packed file of torch.save is unpacked whatever its size",
+        file=SOURCE,
+        old='        _check_room(size, _unpacked_bytes(path), "files in it")\n',
+        new="",
+        tests="tests/security/test_checkpoints.py::test_a_small_file_that_would_fill_the_memory_is_refused",
+    ),
+    Mutation(
+        name="doors: a tensor that repeats its elements is written out whatever its size",
+        file=SOURCE,
+        old='        _check_room(size, sum(one.numel() * one.itemsize for one in _tensors(loaded)), "tensors")\n',
+        new="",
+        tests="tests/security/test_checkpoints.py::test_a_small_file_that_would_fill_the_memory_is_refused",
     ),
 )

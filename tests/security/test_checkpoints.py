@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,10 @@ from click.testing import CliRunner
 from torch import nn
 
 from phalanx import Checkpointer
+from phalanx.checkpoint import source
 from phalanx.checkpoint.safetensors import read_safetensors
 from phalanx.checkpoint.source import read_torch_file
+from phalanx.checkpoint.storage import disk
 from phalanx.checkpoint.storage.manifest import digest
 from phalanx.checkpoint.tree import decode
 from phalanx.cli.checkpoints import command
@@ -118,6 +121,44 @@ def test_a_pipe_in_place_of_a_file_is_not_waited_for(tmp_path: Path, read: Calla
     os.mkfifo(tmp_path / "model")
     with pytest.raises(StateError, match="not a plain file"):
         read(str(tmp_path / "model"))
+
+
+@pytest.mark.parametrize("name", ["COMMITTED", "rank-0.json"])
+def test_a_text_that_is_all_holes_is_not_read_into_memory(folder: Path, name: str) -> None:
+    (save,) = folder.glob("step-1.*")
+    size = (save / name).stat().st_size
+    os.truncate(save / name, 1 << 29)
+    said = CliRunner().invoke(command, [str(folder), "verify"], standalone_mode=False).output
+    assert "more than 256 MiB" in said and "1 problem" in said
+    os.truncate(save / name, size)
+    assert "whole" in CliRunner().invoke(command, [str(folder), "verify"], standalone_mode=False).output
+
+
+def test_a_text_that_could_not_be_read_again_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk, "LONGEST_BYTES", 8)
+    with pytest.raises(OSError, match="it has more than"):
+        disk.Disk().publish(str(tmp_path), "rank-0.json", bytes(9), "0")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("kind", ["packed", "repeated"])
+def test_a_small_file_that_would_fill_the_memory_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setattr(source, "_ALWAYS_FITS_BYTES", 1 << 16)
+    path, values = tmp_path / "model.pt", torch.zeros(1 << 20)
+    torch.save({"weight": values.clone() if kind == "packed" else values[:1].clone().expand(1 << 20)}, path)
+    if kind == "packed":
+        with zipfile.ZipFile(path) as archive:
+            parts = {name: archive.read(name) for name in archive.namelist()}
+        with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+            for name, part in parts.items():
+                archive.writestr(name, part)
+    what = "files in it" if kind == "packed" else "tensors"  # before anything is unpacked
+    with pytest.raises(StateError, match=f"the {what} would take .* bytes, of a file of {path.stat().st_size}"):
+        read_torch_file(str(path))
+    torch.save({"weight": values, "tied": values}, path)
+    assert read_torch_file(str(path)).whole("model/tied").shape == values.shape
 
 
 def test_numbers_of_numpy_come_back() -> None:

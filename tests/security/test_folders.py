@@ -76,6 +76,17 @@ def test_one_record_does_not_keep_the_others_from_being_listed(tmp_path: Path, s
     assert "20200102-mine" in phalanx("runs", "--run-dir", str(tmp_path))
 
 
+@pytest.mark.parametrize("what", ["moment", "attempt"])
+def test_nor_does_a_number_that_is_none(tmp_path: Path, what: str) -> None:
+    enemy, mine = (make_run(tmp_path, name, elastic=[1, 4]) for name in ("20200101-enemy", "20200102-mine"))
+    if what == "moment":
+        (enemy / "elastic.jsonl").write_text('{"event": "scale", "wanted": 2, "at_ns": Infinity}\n')
+    else:
+        (enemy / "attempt-²").mkdir()
+    assert mine.name in phalanx("runs", "--run-dir", str(tmp_path))
+    assert "running" in phalanx("top", "--once", str(enemy))
+
+
 def test_of_a_run_that_is_a_link_only_the_link_is_removed(tmp_path: Path) -> None:
     elsewhere, here = make_run(tmp_path / "elsewhere", state="finished"), tmp_path / "here"
     here.mkdir()

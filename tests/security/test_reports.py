@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from collections import Counter
+from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
+from phalanx.cli.main import cli
 from phalanx.compile.stitch import CUTS
+from phalanx.errors import StateError
 from phalanx.observe import perfetto, report, trace
+from phalanx.observe.figures.findings import findings
 from phalanx.observe.run import load
 from tests.observe.synthetic import MS, plan, training_events, write_trace
 
@@ -74,6 +80,40 @@ def test_what_a_trace_says_is_shown_and_never_part_of_the_page(tmp_path: Path, t
     found = Elements(page)
     assert found.counts == harmless.counts and found.active == harmless.active
     assert "root:x:0" not in page
+
+
+def test_a_world_that_fits_in_no_memory_is_told_of(tmp_path: Path) -> None:
+    # It would fit in this one; what is kept of it must not grow with it.
+    world = 1 << 20
+    for rank in (0, 3):
+        write_trace(tmp_path, rank, world, training_events(rank, 3))
+    run = load(tmp_path)
+    tracemalloc.start()
+    try:
+        said = [str(finding.text) for finding in findings(run)]
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert any(text.startswith(f"No trace of rank 1, 2, 4, 5, 6, 7, 8, 9 … of {world}") for text in said)
+    assert peak < 4 * world
+
+
+def _with_value(folder: Path, value: int) -> None:
+    write_trace(folder, 0, 1, [*training_events(0, 3), ["scalar", "loss", 1 * MS, 1, value]])
+
+
+def _with_other(folder: Path, other: str) -> None:
+    make_run(folder, "harmless")
+    facts = json.loads((folder / "run.json").read_text())
+    facts["failure"]["others"] = [other]
+    (folder / "run.json").write_text(json.dumps(facts))
+
+
+@pytest.mark.parametrize(("make", "said"), [(_with_value, 10**400), (_with_other, "7")], ids=["value", "other"])
+def test_what_no_run_says_is_refused_in_words(tmp_path: Path, make: Callable[[Path, Any], None], said: Any) -> None:
+    make(tmp_path, said)
+    with pytest.raises(StateError, match="is malformed"):
+        CliRunner().invoke(cli, ["report", str(tmp_path)], standalone_mode=False, catch_exceptions=False)
 
 
 def test_a_page_is_not_written_through_a_link_that_came_with_the_run(tmp_path: Path) -> None:

@@ -7,7 +7,9 @@ Must not know who asks.
 from __future__ import annotations
 
 import abc
-from collections.abc import Mapping
+import os
+import zipfile
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -205,6 +207,9 @@ def _largest(state: Mapping[str, Any]) -> torch.Tensor:
 
 _MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module")
 _OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optim")
+# What a file may take in memory: so many times its own size, or this much.
+_MOST_TIMES = 64
+_ALWAYS_FITS_BYTES = 1 << 28
 
 
 def read_torch_file(path: str) -> MemorySource:
@@ -214,10 +219,37 @@ def read_torch_file(path: str) -> MemorySource:
     """
     try:
         refuse_special(path)
+        size = os.path.getsize(path)
+        _check_room(size, _unpacked_bytes(path), "files in it")
         loaded = torch.load(path, map_location="cpu", weights_only=True)
+        _check_room(size, sum(one.numel() * one.itemsize for one in _tensors(loaded)), "tensors")
     except Exception as error:  # whatever torch raises for what is not a file of its own
         raise StateError(f"{path} cannot be read as a file of torch.save: {error}") from error
     return source_of(path, loaded)
+
+
+def _unpacked_bytes(path: str) -> int:
+    if not zipfile.is_zipfile(path):
+        return 0  # the older form, in which everything lies as it is
+    with zipfile.ZipFile(path) as archive:
+        return sum(one.file_size for one in archive.infolist())
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _tensors(item)
+
+
+def _check_room(size: int, num_bytes: int, what: str) -> None:
+    """Torch packs nothing, and reads what is packed; nor does a tensor that repeats its elements take room in a file. Both
+    make a few bytes fill any memory. Tied and repeated weights are honest, in proportion."""
+    if num_bytes > max(_MOST_TIMES * size, _ALWAYS_FITS_BYTES):
+        raise StateError(
+            f"the {what} would take {num_bytes} bytes, of a file of {size}: nothing that torch.save writes does."
+        )
 
 
 def source_of(where: str, loaded: Any) -> MemorySource:

@@ -32,6 +32,8 @@ def command(
     Without RUN_DIR: the newest run, of the traced ones if there are any.
     """
     with importing():
+        from jinja2 import UndefinedError
+
         from phalanx.observe import perfetto, report, tensorboard
         from phalanx.observe.run import load
     if run_dir is None:
@@ -52,7 +54,7 @@ def command(
             echo_path(tensorboard_dir)
     except OSError as error:
         raise ConfigError(f"cannot write {error.filename or page}: {error.strerror}") from None
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError, ArithmeticError, UndefinedError) as error:
         # Each line has the form of an event, but what it says cannot have happened. Only a run that somebody edited does.
         raise StateError(
             f"{run_dir} is malformed: its traces do not fit together ({type(error).__name__}: {error}). Trace the run again."

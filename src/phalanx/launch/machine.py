@@ -105,7 +105,7 @@ def threads() -> Answer:
     setting = os.environ.get("OMP_NUM_THREADS")
     if setting is None:
         return Answer("threads", Level.GOOD, f"{cores} cores, shared between the workers of a run")
-    if not setting.isdigit() or int(setting) < 1:
+    if not setting.isdecimal() or int(setting) < 1:
         remedy = "Unset it, or set it to a number of threads."
         return Answer("threads", Level.BAD, f"OMP_NUM_THREADS is {setting!r}", remedy)
     if int(setting) > cores:

@@ -148,7 +148,7 @@ class RunDirectory:
 
     def last_attempt(self) -> Path | None:
         """The folder of the latest start, or None when nothing was started here."""
-        attempts = [path for path in self.root.glob("attempt-*") if path.name[8:].isdigit()]
+        attempts = [path for path in self.root.glob("attempt-*") if path.name[8:].isdecimal()]
         return max(attempts, key=lambda path: int(path.name[8:]), default=None)
 
     def facts(self) -> dict[str, Any]:

@@ -122,8 +122,8 @@ def load(path: str | Path) -> Run:
         zeros = _zeros(raw)
         wall = [one.header["wall_ns"] - one.header["perf_ns"] + zero for one, zero in zip(raw, zeros, strict=True)]
         ranks = [_place(events, zero) for events, zero in zip(raw, zeros, strict=True)]
-    except TypeError as error:
-        raise StateError(f"{root} is malformed: an event holds a moment that is none ({error}).") from error
+    except (TypeError, OverflowError) as error:
+        raise StateError(f"{root} is malformed: an event holds a moment or a value that is none ({error}).") from error
     return Run(root, facts, ranks, min(wall, default=None), tell(directory))
 
 

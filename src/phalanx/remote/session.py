@@ -257,7 +257,7 @@ def _environment(**values: str) -> Iterator[None]:
 def _number(what: str, given: int | None, variable: str) -> int:
     if given is None:
         text = os.environ.get(variable)
-        if text is None or not text.isdigit():
+        if text is None or not text.isdecimal():
             raise ConfigError(f"{what} was not given and {variable} is {text!r}; expected a number.")
         return int(text)
     if not isinstance(given, int) or isinstance(given, bool):

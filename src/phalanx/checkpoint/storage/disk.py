@@ -20,6 +20,9 @@ from ...errors import ConfigError
 # Not every system has it; without it nothing is asked for.
 _DIRECT: int = getattr(os, "O_DIRECT", 0)
 
+LONGEST_BYTES = 1 << 28
+"""Of a small file, read and written. One from elsewhere may seem to have terabytes and take no room on the disk."""
+
 
 class Disk:
     """A folder of the operating system: local, or mounted from elsewhere."""
@@ -83,6 +86,8 @@ class Disk:
 
     def publish(self, folder: str, name: str, data: bytes, by: str) -> None:
         """Make a small file appear whole and for good. `by` tells apart those who may publish the same at once."""
+        if len(data) > LONGEST_BYTES:
+            raise _too_long(f"{folder}/{name}")  # nobody could read it again
         draft = f"{folder}/.{name}.{by}"
         with contextlib.suppress(FileNotFoundError):
             self.remove(draft)  # of somebody of the same name who was stopped here
@@ -132,6 +137,8 @@ class Disk:
         """All of a small file."""
         refuse_special(path)
         with open(path, "rb") as file:
+            if os.fstat(file.fileno()).st_size > LONGEST_BYTES:
+                raise _too_long(path)
             return file.read()
 
     def view(self, path: str, size: int) -> Any:
@@ -148,6 +155,10 @@ def refuse_special(path: str) -> None:
     """In a folder from elsewhere a name may be that of a pipe, which waits for ever, or of a device without an end."""
     if os.path.exists(path) and not os.path.isfile(path):
         raise OSError(errno.EINVAL, "not a plain file", path)
+
+
+def _too_long(path: str) -> OSError:
+    return OSError(errno.EFBIG, f"it has more than {LONGEST_BYTES >> 20} MiB, as no manifest should", path)
 
 
 class RemoteDisk(Disk):

@@ -64,7 +64,7 @@ class Watching:
         *lines, self._rest = (self._rest + self._file.read(LONGEST)).split(b"\n")
         for line in lines:
             # A folder from elsewhere may hold anything: what is no record is left out.
-            with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError):
                 self._story.add(json.loads(line))
         return self._story
 

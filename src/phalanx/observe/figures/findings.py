@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass
+from itertools import islice
 
 from phalanx.observe import trace
 from phalanx.observe.figures.changes import in_words
@@ -81,7 +82,9 @@ def _missing(run: Run) -> list[Finding]:
     if run.story is not None:
         return []  # workers come and go, all of this host
     world = max(rank.header.get("world") or len(run.ranks) for rank in run.ranks)
-    missing = sorted(set(range(world)) - {rank.rank for rank in run.ranks})
+    known = {rank.rank for rank in run.ranks}
+    # Only as many as are shown: a folder from elsewhere may speak of a world that fits in no memory.
+    missing = list(islice((rank for rank in range(world) if rank not in known), 9))
     if not missing:
         return []
     shown = ", ".join(map(str, missing[:8])) + (" …" if len(missing) > 8 else "")

@@ -24,7 +24,7 @@ def tails(run: Run) -> list[tuple[str, str]]:
             text = _tail(path)
             if text:
                 number = folder.name[5:]
-                found.append((f"{run.who} {int(number)}, {stream}" if number.isdigit() else stream, text))
+                found.append((f"{run.who} {int(number)}, {stream}" if number.isdecimal() else stream, text))
     return found
 
 
