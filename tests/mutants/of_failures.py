@@ -175,5 +175,10 @@ MUTATIONS = (
         old="                self._lane.remember(self._error)\n",
         new="",
         tests="tests/mismatch/test_mismatch.py::test_a_setting_that_differs_is_an_error_on_every_rank",
+        name="ends: groups are closed before the user's threads and exit functions have ended",
+        file="src/phalanx/comm/group/lifetime.py",
+        old="atexit.register(_close_all)\n",
+        new="threading._register_atexit(_close_all)\n",
+        tests="tests/comm/failure/test_ends.py::test_ranks_end_with_their_own_code_and_the_victims_words[phalanx]",
     ),
 )

@@ -214,7 +214,8 @@ class Lane:
         with self._starting:
             if self._thread is None:
                 # A second one would never end: whoever closes the lane wakes and joins one.
-                self._thread = threading.Thread(target=self._serve, name=f"phalanx-lane-{self.global_rank}")
+                # A daemon, which Python does not join: `lifetime` closes the lane when the user's own threads have ended.
+                self._thread = threading.Thread(target=self._serve, name=f"phalanx-lane-{self.global_rank}", daemon=True)
                 self._thread.start()
 
     def _serve(self) -> None:

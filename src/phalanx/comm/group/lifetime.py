@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import gc
+import multiprocessing
 import os
 import sys
 import threading
 import weakref
 from typing import Protocol
+
+# Before ours is registered, so that it comes after: gloo's threads may be at work until the last group is closed.
+from ..failure import gloo_threads  # noqa: F401
 
 
 class Closable(Protocol):
@@ -58,7 +63,15 @@ def _keep_inherited() -> None:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
-# The private hook rather than `atexit`: threads are joined before `atexit` runs, and multiprocessing's
-# children join their threads without running `atexit` at all. concurrent.futures does the same.
-threading._register_atexit(_close_all)  # type: ignore[attr-defined]
+def _close_all_in_child() -> None:
+    if multiprocessing.parent_process() is not None:
+        _close_all()
+
+
+# At import, so that threads and exit functions of the user's program may still use its groups: `atexit` runs when threads
+# have been joined, and what was registered last first. Our own threads are daemons, which are not joined there.
+atexit.register(_close_all)
+# multiprocessing's children do not run `atexit` at all. The private hook that concurrent.futures uses comes before threads
+# are joined; there is none after that.
+threading._register_atexit(_close_all_in_child)  # type: ignore[attr-defined]
 os.register_at_fork(after_in_child=_abandon_all)

@@ -33,7 +33,7 @@ class FailureRelay:
         self.has_store = True
         """Whether the store still answers."""
         self._is_closed = threading.Event()
-        self._thread = threading.Thread(target=self._serve, name=name)
+        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)  # joined by `close`, see `lifetime`
         self._thread.start()
 
     def stop(self) -> None:
