@@ -173,6 +173,28 @@ def test_many_silent_strangers_do_not_keep_a_host_out(head: tuple[Head, list[str
         stranger.close()
 
 
+def test_a_thread_that_cannot_be_had_does_not_close_the_door(monkeypatch: pytest.MonkeyPatch) -> None:
+    start, refused, welcomed = threading.Thread.start, [], threading.Event()
+
+    def started(thread: threading.Thread) -> None:
+        if thread.name == "phalanx-host" and len(refused) < 2:
+            refused.append(thread)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", started)
+    listener = socket.create_server(("127.0.0.1", 0))
+    door = Door(listener, KEY, lambda channel: (channel.close(), welcomed.set()), lambda line: None)
+    for _ in range(2):
+        with socket.create_connection(listener.getsockname()) as connection:
+            connection.settimeout(5)
+            assert connection.recv(1) == b"", "it is turned away, not left waiting"
+    with socket.create_connection(listener.getsockname()) as connection:
+        enter(connection, *KEY, 5.0)
+        assert welcomed.wait(5) and len(refused) == 2
+    door.close()
+
+
 def test_a_connection_that_cannot_be_taken_does_not_close_the_door() -> None:
     class Listener:
         """Has no descriptors left for a moment."""

@@ -61,7 +61,13 @@ class Door:
                     with contextlib.suppress(OSError):  # it went by itself
                         self._unproven[0].shutdown(socket.SHUT_RDWR)
                     del self._unproven[0]
-            threading.Thread(target=self._greet, args=(connection,), name="phalanx-host", daemon=True).start()
+            try:
+                threading.Thread(target=self._greet, args=(connection,), name="phalanx-host", daemon=True).start()
+            except RuntimeError:
+                # No thread can be had now. Whoever it was may knock again; the door must not stay shut for good.
+                self._forget(connection)
+                connection.close()
+                time.sleep(_PAUSE_S)
 
     def _greet(self, connection: socket.socket) -> None:
         try:
