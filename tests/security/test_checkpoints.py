@@ -72,6 +72,7 @@ FORGERIES: dict[str, Forgery] = {
     "a void of a terabyte": lambda m: m["texts"]["model"].__setitem__("extra", {"a": {"@scalar": ["V1", 1 << 40]}}),
     "a dtype that is a function": lambda m: _state(m)["step"].__setitem__("dtype", "load"),
     "a number that is none": lambda m: _state(m)["step"].__setitem__("value", "x"),
+    "one place many times": lambda m: m["extents"].extend(100 * m["extents"]),
     "a step without end": lambda m: m["about"].__setitem__("step", float("inf")),
 }
 

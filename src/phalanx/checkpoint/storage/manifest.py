@@ -157,12 +157,17 @@ class Manifest:
             last = sum((size - 1) * step for size, step in zip(info.shape, info.stride, strict=True))
             if info.numel and last >= info.numel:
                 raise ValueError(f"{said(key)} is {info!r:.120}, whose strides lead beyond its elements")
+        used = 0
         for extent in self.extents:
             info = self.tensors[extent.key]
             inside = all(map(_is_count, (extent.start, extent.stop, extent.offset))) and isinstance(extent.digest, str)
             end = extent.offset + (extent.stop - extent.start) * info.itemsize if inside else 0
             if not inside or not extent.start <= extent.stop <= info.numel or end > self.num_bytes:
                 raise ValueError(f"{said(extent.key)} has the extent {extent!r:.160}")
+            used += (extent.stop - extent.start) * info.itemsize
+        # A save writes each byte once. Who reads one place a million times over is busy, or out of memory, by a short text.
+        if used > self.num_bytes:
+            raise ValueError(f"its extents have {used} bytes together, its file {self.num_bytes}")
         if not isinstance(self.texts, dict) or not all(isinstance(name, str) for name in self.texts):
             raise ValueError("its texts are none")
         _check_about(self.about)
