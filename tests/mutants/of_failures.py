@@ -52,7 +52,7 @@ MUTATIONS = (
     Mutation(
         name="agreement: who has ended is waited for until the time limit",
         file="src/phalanx/comm/failure/agreement.py",
-        old="            self._look_for_ended(keys, where, fail)\n",
+        old="                self._look_for_ended(keys, where, fail)\n",
         new="",
         tests="tests/comm/failure/test_processes.py",
     ),
@@ -109,7 +109,7 @@ MUTATIONS = (
     Mutation(
         name="elastic: what is no model is found when the function is called",
         file="src/phalanx/elastic/training.py",
-        old="    refuse_arguments(model, on_event)\n",
+        old="    refusal.refuse_arguments(model, on_event)\n",
         new="",
         tests="tests/bad_calls/test_bad_calls.py::test_a_wrong_argument_is_one_clear_error",
     ),
@@ -175,6 +175,8 @@ MUTATIONS = (
         old="                self._lane.remember(self._error)\n",
         new="",
         tests="tests/mismatch/test_mismatch.py::test_a_setting_that_differs_is_an_error_on_every_rank",
+    ),
+    Mutation(
         name="ends: groups are closed before the user's threads and exit functions have ended",
         file="src/phalanx/comm/group/lifetime.py",
         old="atexit.register(_close_all)\n",

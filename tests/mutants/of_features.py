@@ -123,8 +123,8 @@ MUTATIONS = (
     Mutation(
         name="rows: the first rank's rows are left out of the sum",
         file=ROWS,
-        old="zip(self._parcels, self._rows, strict=True) if rows\n",
-        new="zip(self._parcels[1:], self._rows[1:], strict=True) if rows\n",
+        old="zip(self._parcels, self._rows, strict=True)\n            if rows\n",
+        new="zip(self._parcels[1:], self._rows[1:], strict=True)\n            if rows\n",
         words="SparseWords",
         tests="tests/comm/test_sparse.py",
     ),

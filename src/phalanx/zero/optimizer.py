@@ -225,7 +225,6 @@ class ZeroRedundancyOptimizer(ShowsState, torch.optim.Optimizer, Joinable):
 
     def _take_options(self) -> None:
         """Have the local optimizer step by the options that the user sees, and has edited, once all ranks have the same."""
-        # Without overlap; where a wrapper hands over shards, it knows itself whether there are new ones.
         self._settings.check(self._is_shadowing, uses_means=self._overlap is None)
         # Schedulers edit the groups that the user sees; the local optimizer has groups of its own.
         self._sharded.take_options(self.param_groups)
