@@ -156,7 +156,7 @@ APPLIED = {"optimizers of other sizes", "backward once more", "step left out"}
 ROWS: dict[str, tuple[Row, str]] = {
     "optimizers of other sizes": (sizes_in_another_order, "all_gather of"),
     "wrappers of other sizes": (wrappers_in_another_order, "all_reduce of"),
-    "no_sync once": (unsynchronised, "between a backward in no_sync() and this one is none on rank 0, 2, made on rank 1"),
+    "no_sync once": (unsynchronised, "barrier"),
     "no_sync once, sharded": (unsynchronised_and_sharded, "without a backward that was reduced"),
     "no_sync at the first": (never_synchronised, ""),
     "order of loaders": (loaders_in_another_order, ""),

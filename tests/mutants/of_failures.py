@@ -163,13 +163,6 @@ MUTATIONS = (
         tests="tests/comm/hooks/test_announced.py::test_what_a_users_own_hook_sends_is_told_once",
     ),
     Mutation(
-        name="settings: a step by gradients of no_sync() is not told",
-        file="src/phalanx/ddp/features/settings.py",
-        old="        self.digest = int(self._strays)\n",
-        new="        self.digest = 0\n",
-        tests="tests/mismatch/test_mismatch.py::test_a_setting_that_differs_is_an_error_on_every_rank",
-    ),
-    Mutation(
         name="lane: a failure that a hook's callback does not ask for is nobody's",
         file="src/phalanx/comm/group/lane.py",
         old="                self._lane.remember(self._error)\n",

@@ -6,8 +6,7 @@ every rank finds out in the backward itself, before any of the step is applied.
 
     a pass begins          has changed on this rank how gradients are reduced, or what else was said of it in `words`?
     before buckets leave   if so, ranks agree on it;
-                           `digest` is made from all who tell something, and from whether parameters were changed after a
-                           backward in `no_sync()`; it stays for the pass
+                           `digest` is made from all who tell something, and stays for the pass
     came back different    `differ`: ranks exchange what the bits stood for, and name it
     came back equal        whoever told something is told that all ranks have it
 
@@ -58,9 +57,6 @@ class CarriedSettings(Listener):
         self._told: list[tuple[Teller, int]] = []
         self._words: dict[str, str] = {}
         self._question: Question | None = None  # of the last pass that began
-        # How often parameters had been changed when the last backward in no_sync() ended; None after a reduced one.
-        self._changes: int | None = None
-        self._strays = False
         self.digest = 0
         self.plan_adopted()
 
@@ -91,23 +87,13 @@ class CarriedSettings(Listener):
             # The first: of a reduction that steps bucket by bucket, none has been stepped when it is back.
             reducer.buckets[0].tail.carried = self
 
-    def local_backward_ended(self) -> None:
-        self._changes = self._count_changes()
-
-    def _count_changes(self) -> int:
-        return sum([param._version for param in self._owner.params])
-
     def pass_began(self, joined: bool) -> None:
         # Now, and not when buckets leave: what is changed after a backward that raised is for the next.
         self._question = self._owner.strategy.question(self._words)
-        # A rank that was in no_sync() alone, and made a step by its own gradients, is one backward ahead of the others from
-        # here on; nothing else tells. Of a rank that has joined, others' steps change the parameters.
-        self._strays = self._changes is not None and not joined and self._changes != self._count_changes()
 
     def launches_begin(self, joined: bool) -> None:
         if self._question is not None:
             self._owner.strategy.agree(self._question)
-        self.digest = int(self._strays)
         if not self._tellers:
             return
         for teller in self._tellers:
@@ -116,25 +102,23 @@ class CarriedSettings(Listener):
         numbers = [told for _, told in self._told]
         # One number as it is: most programs have one optimizer.
         whole = numbers[0] if len(numbers) == 1 else zlib.crc32(repr(numbers).encode())
-        # The bit of its own is exchanged, not mixed in: ranks that differ in it alone have other digests for sure.
-        self.digest ^= (whole ^ whole >> SETTINGS_BITS) & (1 << SETTINGS_BITS) - 1
+        self.digest = (whole ^ whole >> SETTINGS_BITS) & (1 << SETTINGS_BITS) - 1
 
     def pass_ended(self) -> None:
         for teller, told in self._told:
             teller.all_have(told)
         self._told.clear()
-        self._changes = None
 
     def pass_failed(self) -> None:
         self._told.clear()
 
     def differ(self, step: int) -> MismatchError:
         """The error for ranks whose digests differ, naming what does. Every rank calls it."""
-        mine = {"change of parameters between a backward in no_sync() and this one": "made" if self._strays else "none"}
+        mine: dict[str, str] = {}
         for teller, _ in self._told:
             mine |= teller.settings()
         board = self._owner.collectives.board
-        text = encode("the settings and steps of the optimizer", mine).decode()
+        text = encode("the settings of the optimizer", mine).decode()
         said = board.exchange("settings", text, _EXCHANGE_S)
         where = f"{board.me}: step {step}"
         if len(said) < board.world:
