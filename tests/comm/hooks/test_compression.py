@@ -6,6 +6,7 @@ import pickle
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -227,7 +228,8 @@ def test_a_foreign_or_broken_state_dict_changes_nothing() -> None:
 
 
 def test_pickling_keeps_settings_and_tensors_and_leaves_the_group_behind() -> None:
-    state = PowerSGDState("any group", 3, start_powerSGD_iter=7, random_seed=5)  # type: ignore[arg-type]
+    group = dist.ProcessGroup(dist.HashStore(), 0, 1)
+    state = PowerSGDState(group, 3, start_powerSGD_iter=7, random_seed=5)
     state.iter = 11
     state.factors["a"] = torch.ones(2, 3)
     state.residuals.load({"a": torch.arange(4.0)})
