@@ -43,6 +43,13 @@ MUTATIONS = (
         tests="tests/processes/test_starts.py::test_connections_are_found_while_their_loop_is_at_work",
     ),
     Mutation(
+        name="team: who has the fewest steps is at fault though nobody is behind",
+        file="src/phalanx/comm/shm/transport/team.py",
+        old="            return [waited_for]\n",
+        new="            behind = steps\n",
+        tests="tests/comm/shm/test_team.py",
+    ),
+    Mutation(
         name="answering: each purpose waits for a silent store by itself",
         file="src/phalanx/comm/failure/answering.py",
         old="        store._silent = self._silent\n",

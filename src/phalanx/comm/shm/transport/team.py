@@ -183,15 +183,18 @@ class Team:
         self.watch.close()
         self._control.arena.close()
 
-    def _stragglers(self) -> list[int]:
+    def _stragglers(self, waited_for: int) -> list[int]:
         """The ranks that keep this one waiting: of those absent, the ones with the fewest steps."""
         steps = {
             link.peer: _PROGRESS.unpack_from(page, page_at)[0]
             for link, (page, page_at) in zip(self.watch.links, self._peer_pages, strict=True)
         }
         behind = {peer: count for peer, count in steps.items() if count < self._num_steps}
-        absent = behind or steps
-        return [peer for peer, count in absent.items() if count == min(absent.values())]
+        if not behind:
+            # It has written its count, and has not signalled yet. Or it has just gone on, being let go by a rank that gave
+            # up before this one: whoever has fewer steps than it now is that one, which is not at fault.
+            return [waited_for]
+        return [peer for peer, count in behind.items() if count == min(behind.values())]
 
     def _mismatch(self, what: Signature, at: int) -> MismatchError:
         calls = [unpacked(page[a + at : a + at + PACKED_BYTES]) for page, a in self._peer_pages]

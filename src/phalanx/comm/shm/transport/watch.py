@@ -65,8 +65,8 @@ class Watch:
         if self._broken is not None:
             raise _again(self._broken)
 
-    def wait(self, link: Link, timeout_s: float, stragglers: Callable[[], Sequence[int]]) -> None:
-        """Consume one signal of `link`, or raise. `stragglers` names who is missing, at a timeout."""
+    def wait(self, link: Link, timeout_s: float, stragglers: Callable[[int], Sequence[int]]) -> None:
+        """Consume one signal of `link`, or raise. `stragglers`, given who is waited for, says who is missing."""
         for _ in range(_CROWDED_LOOKS if self._is_crowded else _LOOKS):
             if self._is_crowded:
                 os.sched_yield()
@@ -90,9 +90,9 @@ class Watch:
                 raise _again(self._fail(f"rank {link.peer} left the group", (link.peer,), _LEFT))
             remaining = started + timeout_s - time.monotonic()
             if remaining <= 0:
-                raise _again(self._time_out(timeout_s, stragglers()))
+                raise _again(self._time_out(timeout_s, stragglers(link.peer)))
             waiting = waiting or Waiting(say, started)
-            waiting.look(lambda: self._words(stragglers()))
+            waiting.look(lambda: self._words(stragglers(link.peer)))
             poller.poll(min(remaining, FIRST_S) * 1000)
 
     def read_notices(self) -> None:
