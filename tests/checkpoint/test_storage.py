@@ -338,6 +338,7 @@ def test_the_writer_does_not_import_torch(tmp_path: Path) -> None:
         assert os.getsid(process.pid) != os.getsid(0)
 
 
+@pytest.mark.thorough
 def test_memory_during_a_save_is_one_share_more(tmp_path: Path) -> None:
     """Of both processes together, a page that they share counted once."""
     code = f"""

@@ -194,7 +194,7 @@ def train_strange(rank: int, world: int) -> dict[str, Any]:
 
 
 def test_models_that_torch_had_trouble_with() -> None:
-    for found in run_ranks(2, train_strange):
+    for found in run_ranks(1, train_strange):
         for name, (same, num_pieces, errors) in found.items():
             assert same and not errors, name
             assert num_pieces >= 2, name

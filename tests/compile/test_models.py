@@ -27,7 +27,7 @@ def train_and_report(rank: int, world: int, name: str, **kwargs: Any) -> dict[st
 
 
 # Compiling takes most of the time, and every rank does it: what two ranks add shows in a few models as well as in all.
-ON_TWO = ("mlp", "conditional")
+ON_TWO = ("mlp",)
 CASES = [
     *((name, 2 if name in ON_TWO else 1) for name in zoo.MODELS),
     *(pytest.param(name, 2, marks=pytest.mark.thorough) for name in zoo.MODELS if name not in ON_TWO),

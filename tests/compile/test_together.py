@@ -43,6 +43,7 @@ def train_with_options(rank: int, world: int, cases: dict[str, tuple[str, dict[s
 
 
 # On one rank: each compiles by itself, and what compiling with a second one adds is in the other tests here.
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("backend", "world", "cases"),
     [

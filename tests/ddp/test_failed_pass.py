@@ -28,7 +28,7 @@ from tests.ddp.by_hand import (
     widths,
 )
 
-pytestmark = [pytest.mark.timeout(60), pytest.mark.covering(2)]
+pytestmark = [pytest.mark.timeout(60), pytest.mark.covering(1)]
 
 DEPTH = 5
 

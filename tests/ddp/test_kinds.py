@@ -15,7 +15,7 @@ from phalanx.errors import ConfigError
 from tests.cluster import run_ranks
 from tests.ddp.by_hand import alike, assert_mean, everywhere, inputs, mean_by_hand, unwrapped, widths
 
-pytestmark = pytest.mark.covering(2)
+pytestmark = pytest.mark.covering(1)
 
 
 class Mixture(nn.Module):

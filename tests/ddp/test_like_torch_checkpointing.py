@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import phalanx
 from tests.cluster import run_ranks
 
-pytestmark = pytest.mark.covering(2)
+pytestmark = pytest.mark.covering(1)
 
 _ROWS = 6
 

@@ -16,7 +16,7 @@ from phalanx.errors import ConfigError, MismatchError, ReductionError
 from phalanx.optim import apply_in_backward
 from tests.cluster import run_ranks
 
-pytestmark = pytest.mark.covering(2)
+pytestmark = pytest.mark.covering(1)
 
 
 def _wrapped(**options: Any) -> phalanx.DistributedDataParallel:

@@ -17,7 +17,7 @@ from phalanx.ddp.features.buffers import BufferHookLocation
 from tests.cluster import run_ranks
 from tests.ddp.by_hand import LARGE, SMALL, Net, alike, assert_mean, everywhere, inputs, mean_by_hand, unwrapped
 
-pytestmark = pytest.mark.covering(2)
+pytestmark = pytest.mark.covering(1)
 
 LOW = torch.bfloat16
 

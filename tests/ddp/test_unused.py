@@ -13,7 +13,7 @@ from tests.cluster import run_ranks
 from tests.ddp.by_hand import Net, assert_mean, everywhere, inputs, mean_by_hand, unwrapped, widths
 from tests.ddp.zoo import Experts, batch
 
-pytestmark = pytest.mark.covering(2)
+pytestmark = pytest.mark.covering(1)
 
 
 def _step(wrapped: nn.Module, rank: int, step: int) -> None:

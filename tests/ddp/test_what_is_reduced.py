@@ -14,7 +14,7 @@ import phalanx
 from tests.cluster import run_ranks
 from tests.ddp.by_hand import Net, alike, assert_mean, everywhere, inputs, mean_by_hand, unwrapped, widths
 
-pytestmark = [pytest.mark.timeout(60), pytest.mark.covering(2)]
+pytestmark = [pytest.mark.timeout(60), pytest.mark.covering(1)]
 
 
 def _wrapped(model: nn.Module, **options: Any) -> tuple[nn.Module, Any]:

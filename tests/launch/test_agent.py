@@ -167,6 +167,7 @@ def test_settings_that_cannot_be_met_are_refused(options: dict[str, object], mes
         LaunchSettings(("train.py",), **options)  # type: ignore[arg-type]
 
 
+@pytest.mark.thorough
 def test_hosts_start_again_together_after_a_failure_on_one(tmp_path: Path) -> None:
     body = """
     worker = init("gloo")

@@ -71,7 +71,9 @@ def test_the_list_of_ends_says_how_and_begins_anew() -> None:
     assert known([2]) == {}, "the launcher is gone"
 
 
-@pytest.mark.parametrize(("backend", "how"), [("phalanx", "init"), ("gloo", "init"), ("gloo", "torch")])
+@pytest.mark.parametrize(
+    ("backend", "how"), [("phalanx", "init"), ("gloo", "torch"), pytest.param("gloo", "init", marks=pytest.mark.thorough)]
+)
 def test_a_run_names_the_rank_that_ended_before_it_joined(backend: str, how: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     command = [sys.executable, "-m", "phalanx.cli.main", "run", "--nproc", "3", "--run-dir", str(tmp_path / "runs")]

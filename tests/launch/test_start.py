@@ -385,6 +385,7 @@ def test_where_children_are_not_handed_over_workers_are_started_plainly(
     assert run.start == "plain (the system gave the worker to another process)"
 
 
+@pytest.mark.thorough
 def test_another_environment_needs_another_starter() -> None:
     starter, environ = starter_and()
     assert starter.fits(environ) and starter.fits({**environ, "RANK": "7", "CUBLAS": "x", "PHALANX_TRACE_DIR": "/x"})

@@ -236,16 +236,8 @@ def predicted_and_real(rank: int, world: int, backend: str) -> tuple[float, floa
 
 
 @pytest.mark.quiet  # both sides are measured, within a second: whatever runs beside them slows down one of the two
-# More ranks and gloo are thorough: nothing may run beside these tests, so every second of theirs is one of the whole suite.
-@pytest.mark.parametrize(
-    ("world", "backend"),
-    [
-        (2, "phalanx"),
-        pytest.param(2, "gloo", marks=pytest.mark.thorough),
-        pytest.param(3, "gloo", marks=pytest.mark.thorough),
-        pytest.param(4, "phalanx", marks=pytest.mark.thorough),
-    ],
-)
+@pytest.mark.thorough  # and since nothing may run beside it, every second of it would be one of the whole suite
+@pytest.mark.parametrize(("world", "backend"), [(2, "phalanx"), (2, "gloo"), (3, "gloo"), (4, "phalanx")])
 def test_time_is_predicted_within_25_percent_of_real_training(world: int, backend: str) -> None:
     # Not every program can be kept away: most of five attempts must come out right.
     attempts = []

@@ -43,6 +43,7 @@ def test_workers_take_no_module_from_the_working_directory(tmp_path: Path, worke
     assert done.returncode == 0 and done.stdout.count("found") == int(workers), done
 
 
+@pytest.mark.thorough
 def test_pythonsafepath_is_obeyed(tmp_path: Path) -> None:
     # Python's own way to say that not even the script's folder is to be looked into.
     (tmp_path / "mine.py").write_text("")

@@ -136,9 +136,9 @@ def on_ranks(names: list[str], sizes: list[int], overlapped: bool, **options: An
     assert run_ranks(world, train, backend, names, sizes, mode, backend=backend, timeout_s=90) == [[]] * world
 
 
-@pytest.mark.parametrize(("overlapped", "sizes"), [(False, [2]), (True, [3])], ids=["alone", "overlapped"])
-def test_each_optimizer(overlapped: bool, sizes: list[int]) -> None:
-    on_ranks([case.name for case in ELEMENTWISE], sizes, overlapped)
+def test_each_optimizer() -> None:
+    """Overlapped, which makes the most of its being elementwise; alone, a few in `test_each_mode`, all of them thorough."""
+    on_ranks([case.name for case in ELEMENTWISE], [3], overlapped=True)
 
 
 @overlapping

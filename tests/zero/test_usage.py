@@ -16,7 +16,7 @@ from phalanx.zero import ZeroRedundancyOptimizer, elementwise
 from tests.cluster import run_ranks
 from tests.zero.cases import Given, differing, mean_gradients, own_gradients, sample, set_gradients
 
-pytestmark = [pytest.mark.timeout(60), pytest.mark.covering(2)]
+pytestmark = [pytest.mark.timeout(60), pytest.mark.covering(1)]
 
 both = pytest.mark.parametrize("overlapped", [False, True], ids=["alone", "overlapped"])
 everyone = pytest.mark.parametrize("backend", ["gloo", "phalanx"])

@@ -117,6 +117,7 @@ def test_a_rank_that_dies_is_named_on_every_host(victim: int) -> None:
     assert max(when for when, _ in seen) - min(when for when, _ in seen) < 6.0
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "victim",
     [pytest.param(0, id="who serves the store", marks=pytest.mark.thorough), pytest.param(1, id="who shares its host")],

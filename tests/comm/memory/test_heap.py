@@ -49,6 +49,7 @@ def run(how: str, environ: dict[str, str]) -> tuple[str, int]:
 glibc = pytest.mark.skipif(sys.platform != "linux", reason="mallopt is glibc's")
 
 
+@pytest.mark.thorough
 @glibc
 def test_with_a_wrapper_a_step_takes_hardly_a_fault_for_memory_it_had_before() -> None:
     assert run("wrap", {})[1] < 200

@@ -50,6 +50,7 @@ def test_a_worker_that_dies_on_another_host_is_lost_alone(tmp_path: Path, optimi
         run.check()
 
 
+@pytest.mark.thorough
 def test_the_only_worker_of_a_host_dies_and_its_share_is_had_from_the_mirror(tmp_path: Path) -> None:
     # Nobody is left on the first host who could read what its launcher holds.
     with hosts(2, tmp_path, _plan("zero", "kill", "forward", 0), "--nnodes", "2") as run:
