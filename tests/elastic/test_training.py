@@ -30,6 +30,9 @@ def _in_place(faults: tuple[tuple[str, str, int, int], ...], **rest: Any) -> Pla
 HELD = {
     "rank 0 in backward": Case(Plan(faults=_one("backward", 0))),
     "a loss that the program catches": Case(Plan(catches=True, faults=_one("backward", 1))),
+    "the same, twice, and steps in backward": Case(
+        Plan(optimizer="inside", catches=True, faults=(("kill", "forward", 1, 4), ("segv", "backward", 1, 4)))
+    ),
     "buffers": Case(Plan(model="norm", faults=_one("backward", 0, 3))),
     "int8": Case(Plan(model="hook:int8", faults=_one("backward", 1, 3))),
     "gloo": Case(Plan(backend="gloo", faults=_one("backward", 0))),

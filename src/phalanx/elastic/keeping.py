@@ -216,14 +216,14 @@ class Steps:
         self.begun = self.ended = 0
         self.has_closure = False
         """Whether any step, ever, was given a closure: backward, and so a loss, comes inside of such a step."""
-        self._after_step, self._look_for_loss = after_step, look_for_loss
+        self._after_step, self.look_for_loss = after_step, look_for_loss
         for one in optimizers:
             if not isinstance(one, InBackward):
                 one.register_step_pre_hook(self._begins)
                 one.register_step_post_hook(self._ends)
 
     def _begins(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._look_for_loss()  # before anything counts as begun: nothing has been changed
+        self.look_for_loss()  # before anything counts as begun: nothing has been changed
         self.begun += 1
         self.has_closure = self.has_closure or callable(args[1] if len(args) > 1 else kwargs.get("closure"))
         self._after_step.check()
@@ -234,7 +234,7 @@ class Steps:
 
     def end(self) -> None:
         """The lines of the script that belong to them have ended. Raises if it has caught the loss of a rank."""
-        self._look_for_loss()
+        self.look_for_loss()
         self._after_step.end()
 
     def report(self, version: int | None) -> Report:

@@ -130,8 +130,7 @@ class Training:
                 self._commit(in_loop=False)
             elif was_looped and self._version == before and self._member is not None:
                 self._telling.warn_of_no_step(epoch)
-        # Whoever goes on to save and end knows that nobody is a step behind, and would make it again without it. Not where
-        # these epochs are long over: one who comes finds it so, while the others are in the midst of later ones.
+        # Who goes on to save and end knows that nobody is a step behind; not of epochs long over, as who comes finds them.
         if self._member is not None and self._loader.epoch == count and self._loader.is_at_beginning:
             self._worker.barrier()
 
@@ -140,6 +139,7 @@ class Training:
         self._commit(in_loop=self._loader is not None and self._loader.is_under_way)
 
     def _after_batch(self) -> None:
+        self._steps.look_for_loss()  # a script that steps in backward would hear of it in the next one
         # Gradients that add up over several batches are used by the last of them; before that there is no step to commit.
         if not (self._steps.ended or not self._subject.optimizers or self._transaction.has_stepped_in_backward):
             return
