@@ -87,6 +87,7 @@ def test_quiet_shows_rank_0_only_and_keeps_the_rest(tmp_path: Path, capsys: pyte
     assert (run / "attempt-0" / "rank-00001" / "stdout.log").read_text() == "I am 1\n"
 
 
+@pytest.mark.thorough
 def test_a_module_runs_as_python_dash_m_would(tmp_path: Path) -> None:
     package = tmp_path / "pack"
     package.mkdir()

@@ -18,7 +18,7 @@ from phalanx.comm import hooks
 from tests.cluster import run_ranks
 from tests.ddp.by_hand import assert_mean, everywhere, inputs, mean_by_hand, unwrapped, widths
 
-pytestmark = pytest.mark.covering(2)
+pytestmark = pytest.mark.covering(1)
 
 WIDTH = 256  # a weight of 256 KiB, large enough for its mean to be given out as the bucket's own memory
 

@@ -15,7 +15,7 @@ from phalanx.comm.hooks import allreduce_hook
 from tests.cluster import run_ranks
 from tests.ddp.by_hand import LARGE, alike, assert_mean, everywhere, inputs, mean_by_hand, unwrapped, widths
 
-pytestmark = [pytest.mark.timeout(60), pytest.mark.covering(2)]
+pytestmark = [pytest.mark.timeout(60), pytest.mark.covering(1)]
 
 PLAIN, EARLY, LATE = range(3)
 

@@ -139,6 +139,7 @@ def schedule(names: list[str]) -> dict[str, bool]:
     return found
 
 
+@pytest.mark.thorough
 def test_torchs_schedulers_drive_it() -> None:
     found = run_rpc(3, schedule, list(SCHEDULERS))
     assert all(found.values()), found

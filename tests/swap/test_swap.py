@@ -109,6 +109,7 @@ def test_only_gloo_is_swapped(asked: str | None, given: str) -> None:
     assert swapped_backend(asked) == given
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(60)
 def test_the_backend_is_known_without_an_import_of_ours(tmp_path: Path) -> None:
     """By the entry point that torch looks for at the end of its own import; installed as pip would have it."""

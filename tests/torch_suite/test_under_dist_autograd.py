@@ -41,6 +41,8 @@ def _run(rank: int, world: int, name: str, file_name: str, reference: bool) -> N
 # uneven inputs, or inside of another model, as well.
 _OTHERS = (
     "DdpUnderDistAutogradTest.test_backward_ddp_outside_uneven_inputs",
+    "DdpComparisonTest.test_ddp_comparison_uneven_inputs",
+    "DdpComparisonTest.test_ddp_dist_autograd_local_vs_remote",
     "DdpUnderDistAutogradTest.test_backward_ddp_outside",
     "DdpComparisonTest.test_ddp_comparison",
     "DdpUnderDistAutogradTest.test_backward_no_ddp",

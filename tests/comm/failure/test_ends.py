@@ -61,13 +61,13 @@ def some_of_each(backend: str, world: int = 3) -> list[Plan]:
 # A rank takes half a second to end. Two show what most endings are; that several survivors name the victim, two of them.
 EVERYDAY = {
     "gloo": [
-        *(Plan(kind, "gloo", victim=1, world=2) for kind in ("clean", "backward", "exit")),
+        *(Plan(kind, "gloo", victim=1, world=2) for kind in ("clean", "backward")),
         Plan("kill", "gloo", victim=0, world=2),
         Plan("raise", "gloo", victim=1, world=2, starter="process"),
         Plan("raise", "gloo"),
     ],
     "phalanx": [
-        *(Plan(kind, "phalanx", victim=1, world=2) for kind in ("clean", "raise", "backward")),
+        *(Plan(kind, "phalanx", victim=1, world=2) for kind in ("clean", "raise")),
         Plan("kill", "phalanx", victim=1, world=2, overlapped=True),
         Plan("kill", "phalanx", victim=0),
     ],
