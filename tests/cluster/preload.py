@@ -41,5 +41,6 @@ asides.keep_no_stacks_of_seeds()
 torch.set_num_threads(1)
 # All of this is shared between the workers; freezing keeps the collector from writing to its pages.
 gc.freeze()
+asides.gather_pages()
 
 THREADS_AFTER_IMPORT = len(os.listdir("/proc/self/task"))

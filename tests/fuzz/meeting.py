@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from tests.fuzz.models import params_of
 from tests.fuzz.reference import Alone, CopyBuffers, CopyParameters, Mean, StepTogether
 
 
@@ -63,7 +64,12 @@ def _step_together(jobs: Sequence[Alone], meetings: Sequence[StepTogether], scal
     optimizer.step(closure)
     _copy_parameters(jobs, 0)
     for job in jobs[1:]:
-        job.optimizers[0].load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        own = job.optimizers[0]
+        own.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        # Loading has cast each state to the dtype of its parameter, which may have changed since the state was made.
+        for param, source in zip(params_of(own), params_of(optimizer), strict=True):
+            if source in optimizer.state:
+                own.state[param] = copy.deepcopy(optimizer.state[source])
 
 
 def _average(jobs: Sequence[Alone], means: Sequence[Mean], number: int) -> float:

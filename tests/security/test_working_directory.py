@@ -31,7 +31,7 @@ def run(folder: Path, *command: str, **environ: str) -> subprocess.CompletedProc
     return subprocess.run([*COMMAND, *command], cwd=folder, env=known, capture_output=True, text=True, timeout=90)
 
 
-@pytest.mark.parametrize("workers", ["1", "2"])
+@pytest.mark.parametrize("workers", ["1", pytest.param("2", marks=pytest.mark.thorough)])
 def test_workers_take_no_module_from_the_working_directory(tmp_path: Path, workers: str) -> None:
     # One is started plainly, two are forked from a process with torch imported.
     home, shared = tmp_path / "home", hostile(tmp_path / "shared")

@@ -138,7 +138,7 @@ def on_ranks(names: list[str], sizes: list[int], overlapped: bool, **options: An
 
 def test_each_optimizer() -> None:
     """Overlapped, which makes the most of its being elementwise; alone, a few in `test_each_mode`, all of them thorough."""
-    on_ranks([case.name for case in ELEMENTWISE], [3], overlapped=True)
+    on_ranks([case.name for case in ELEMENTWISE], [2], overlapped=True)
 
 
 @overlapping

@@ -71,7 +71,7 @@ def test_under_torch_multiprocessing(tmp_path: Path) -> None:
         assert _run_script(tmp_path, "script.py", "spawn", "leave", **meeting).count("ok") == 2
 
 
-@pytest.mark.parametrize("ending", ["destroy", "leave"])
+@pytest.mark.parametrize("ending", [pytest.param("destroy", marks=pytest.mark.thorough), "leave"])
 def test_under_phalanx_run(tmp_path: Path, ending: str) -> None:
     command = ("-m", "phalanx.cli.main", "run", "--nproc", "2", "script.py", ending)
     assert _run_script(tmp_path, *command).count("ok") == 2

@@ -132,6 +132,7 @@ def assert_identical(by_rank: Sequence[Results]) -> None:
                 assert torch.equal(one, two), f"step {step}, bucket {index} differs between ranks"
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     ("world", "backend"), [(2, "gloo"), (3, "phalanx"), pytest.param(3, "gloo", marks=pytest.mark.thorough)]
 )

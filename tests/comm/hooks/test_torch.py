@@ -117,6 +117,7 @@ def run_steps(rank: int, world: int, name: str, layouts: Sequence[Layout], steps
     return everything
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("world", "backend"), [(3, "gloo"), (2, "phalanx")])
 @pytest.mark.parametrize("name", CASES)
 def test_torch_hooks_run_unchanged_whatever_the_pace_of_the_ranks(name: str, world: int, backend: str) -> None:
