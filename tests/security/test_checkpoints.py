@@ -88,6 +88,27 @@ def test_a_forged_checkpoint_is_refused_in_words(folder: Path, kind: str) -> Non
         CliRunner().invoke(command, arguments, catch_exceptions=False, standalone_mode=False)
 
 
+UNFIT: dict[str, Forgery] = {
+    "options a number": lambda m: m["texts"]["optimizer"]["groups"][0].__setitem__("options", 3),
+    "no options": lambda m: m["texts"]["optimizer"]["groups"][0].__delitem__("options"),
+    "a state of nothing": lambda m: m["texts"]["optimizer"]["states"].__setitem__("bias", {}),
+    "a part of nothing": lambda m: _state(m).__setitem__("exp_avg", {}),
+    "a part that is a list": lambda m: _state(m).__setitem__("exp_avg", [1]),
+    "a number without a value": lambda m: _state(m)["step"].__delitem__("value"),
+    "a dtype that is none": lambda m: _state(m)["step"].__setitem__("dtype", 3),
+}
+
+
+@pytest.mark.parametrize("kind", UNFIT)
+def test_a_forged_state_is_refused_before_the_model_is_loaded(folder: Path, kind: str) -> None:
+    forge(folder, UNFIT[kind])
+    model, optimizer = trained()
+    before = [param.detach().clone() for param in model.parameters()]
+    with Checkpointer(folder, model, optimizer) as checkpointer, pytest.raises(StateError):
+        checkpointer.restore()
+    assert all(map(torch.equal, model.parameters(), before))
+
+
 RANDOM: dict[str, Forgery] = {
     "text": lambda m: m["texts"].__setitem__("random", "x"),
     "without Python's": lambda m: m["texts"]["random"].__delitem__("python"),

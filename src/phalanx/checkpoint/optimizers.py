@@ -171,6 +171,9 @@ def _leaf_info(leaf: Leaf, spec: ParamSpec) -> TensorInfo:
 # -- in --------------------------------------------------------------------------------------------
 
 
+_NOTHING = torch.empty(0)
+
+
 class OptimizerLoad:
     """One optimizer's state, checked and then set: of any class, whole or divided.
 
@@ -182,7 +185,10 @@ class OptimizerLoad:
     ) -> None:
         self._label, self._optimizer, self._source = label, optimizer, source
         self.left_out: list[str] = []
-        told = source.optimizer(label)
+        with source.reading(label):
+            self._match(source.optimizer(label), optimizer, names, choice, own)
+
+    def _match(self, told: Mapping[str, Any], optimizer: Any, names: Names, choice: Chosen, own: Mapping[str, Any]) -> None:
         is_zero = isinstance(optimizer, ZeroRedundancyOptimizer)
         self._members = [optimizer] if is_zero else members(optimizer)
         self._groups = [group for one in self._members for group in one.param_groups]
@@ -205,10 +211,11 @@ class OptimizerLoad:
             if tree is None:
                 continue
             if index in self._kept:
-                self.left_out.append(f"{label} '{called[index]}': skipped")
+                self.left_out.append(f"{self._label} '{called[index]}': skipped")
                 continue
             self._check_keys(tree.get("dict", ()), called[index])
             self._check_shapes(index, tree, called[index])
+            rebuild(tree, torch.device("cpu"), lambda leaf: _NOTHING)  # which raises here, not when the model is loaded
             self._trees[index] = tree
 
     def _class(self) -> type[torch.optim.Optimizer]:
@@ -233,7 +240,10 @@ class OptimizerLoad:
                     self.left_out.append(f"{self._label} '{new}': not in the checkpoint")
             first = next((name for name in names if name is not None), None)
             tree = source_groups[first]["options"] if first is not None else {}
-            found.append(decode(tree, _no_leaf))
+            options = decode(tree, _no_leaf)
+            if not isinstance(options, dict):
+                raise TypeError(f"the options of group {number} are {options!r:.60}")
+            found.append(options)
         return found
 
     def _check_keys(self, found: Collection[str], name: str) -> None:

@@ -10,11 +10,12 @@ import abc
 import os
 import zipfile
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from ..errors import StateError
+from ..errors import PhalanxError, StateError
 from ..zero.partition.storage import flatten, unflatten
 from ..zero.state.tree import describe
 from .layout import Piece, spec_of, whole_piece
@@ -85,11 +86,17 @@ class Source(abc.ABC):
         return found
 
     def _decoded(self, tree: Any, place: str) -> Any:
-        """A tree with its tensors. Hashes are made as easily as texts: a file from elsewhere may say anything."""
-        try:
+        """A tree with its tensors."""
+        with self.reading(place):
             return decode(tree, lambda path: self.whole(f"{place}/{path}").clone())
+
+    @contextmanager
+    def reading(self, place: str) -> Iterator[None]:
+        """Around what takes a text for what a save writes. Hashes are made as easily as texts: a file may say anything."""
+        try:
+            yield
         except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
-            if isinstance(error, StateError):
+            if isinstance(error, PhalanxError):
                 raise
             raise StateError(f"{self.where}: {place} is malformed: {type(error).__name__}: {error!s:.200}") from error
 
