@@ -438,7 +438,7 @@ def test_a_model_may_be_moved_while_it_has_gradients(how: str, views: bool, zero
     run_ranks(2, move, how, views, zeroed, backend=backend)
 
 
-def swaps_gradients(rank: int, world: int, width: int, cap_mb: float | None, num_wrappers: int) -> None:
+def swaps_gradients(rank: int, world: int, width: int, cap_mb: float | None, num_wrappers: int, detached: bool) -> None:
     """In view mode, to the same bucket and to another; what is accumulated next is added to what is there now."""
     torch.manual_seed(3)
     model = nn.Sequential(*(nn.Linear(width, width) for _ in range(4)))
@@ -454,15 +454,35 @@ def swaps_gradients(rank: int, world: int, width: int, cap_mb: float | None, num
         assert_mean(model, held)
         weights = [layer.weight for layer in model]
         for first, second in ((0, 3), (1, 2)):
-            weights[first].grad, weights[second].grad = weights[second].grad, weights[first].grad
+            moved = [weights[second].grad, weights[first].grad]
+            weights[first].grad, weights[second].grad = [grad.detach() for grad in moved] if detached else moved
+            del moved
             held[2 * first], held[2 * second] = held[2 * second], held[2 * first]
         # And one that is left without: the next gradient of its own is packed where another parameter's lies.
-        weights[0].grad, weights[1].grad = weights[1].grad, None
+        weights[0].grad, weights[1].grad = weights[1].grad.detach() if detached else weights[1].grad, None
         held[0], held[2] = held[2], torch.zeros_like(held[2])
 
 
 @everywhere
 @widths
+@pytest.mark.parametrize("detached", [False, True], ids=["tensors", "tensors of the same memory"])
 @pytest.mark.parametrize("layout", [(None, 1), (1e-4, 1), (None, 2)], ids=["one bucket", "buckets", "wrappers"])
-def test_views_that_users_swap_between_parameters_stay_apart(layout: tuple[Any, int], width: int, backend: str) -> None:
-    run_ranks(2, swaps_gradients, width, *layout, backend=backend)
+def test_views_that_users_swap_between_parameters_stay_apart(
+    layout: tuple[Any, int], detached: bool, width: int, backend: str
+) -> None:
+    run_ranks(2, swaps_gradients, width, *layout, detached, backend=backend)
+
+
+def holds_views(rank: int, world: int) -> bool:
+    """Views that a user holds are where the next mean is found, as in torch: no other memory is taken for their sake."""
+    wrapped = phalanx.DistributedDataParallel(nn.Linear(200, 200), gradient_as_bucket_view=True)
+    for step in range(2):  # the plan settles
+        wrapped(inputs(step, rank, 200)).square().mean().backward()
+    held = [param.grad.detach() for param in wrapped.parameters()]
+    wrapped(inputs(2, rank, 200)).square().mean().backward()
+    return all(torch.equal(view, param.grad) for view, param in zip(held, wrapped.parameters(), strict=True))
+
+
+@everywhere
+def test_views_that_users_hold_see_the_next_mean(backend: str) -> None:
+    assert run_ranks(2, holds_views, backend=backend) == [True, True]

@@ -10,7 +10,7 @@ import torch
 from torch.autograd import Variable
 from torch.utils.checkpoint import checkpoint
 
-from phalanx.ddp.buckets.bucket import is_unshared, references
+from phalanx.ddp.buckets.dense import is_unshared, references
 from phalanx.optim.engine import (
     BackwardEnd,
     accumulates,

@@ -243,9 +243,9 @@ MISTAKES: dict[str, Mistake] = {
     "no wait for buffers": Mistake("ddp plain", _no_wait("comm/replicate.py")),
     "no wait for the tail beside a hook": Mistake("hook allreduce", _no_wait("ddp/reducer/")),
     "no wait for scattered gradients": Mistake("zero overlapped", _no_wait("ddp/reducer/")),
-    "no wait for gathered parameters": Mistake("zero alone", _no_wait("zero/partition/gathering.py")),
+    "no wait for gathered parameters": Mistake("zero alone", _no_wait("zero/partition/shard.py")),
     "no wait for gathered parameters, overlapped": Mistake(
-        "zero overlapped, without buffers", _no_wait("zero/partition/gathering.py")
+        "zero overlapped, without buffers", _no_wait("zero/partition/shard.py")
     ),
     "no wait for whole parameters": Mistake(
         "zero alone, by parameter, without buffers", _no_wait("zero/partition/parameter.py")

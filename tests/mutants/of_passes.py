@@ -7,7 +7,6 @@ from tests.mutants.mutation import Mutation
 FLIGHT = "src/phalanx/ddp/passes/backward.py"
 LATE = "src/phalanx/ddp/passes/late.py"
 TAIL = "src/phalanx/ddp/buckets/tail.py"
-SHARES = "src/phalanx/ddp/passes/shares.py"
 STRATEGY = "src/phalanx/ddp/reducer/strategy.py"
 REDUCER = "src/phalanx/ddp/reducer/reducer.py"
 ARMING = "src/phalanx/ddp/passes/arming.py"
@@ -57,15 +56,15 @@ MUTATIONS = (
     Mutation(
         name="flight: weights are not told to the others",
         file=FLIGHT,
-        old="        bucket.write_tail(self.reducer.step, used, self.shares.told)\n",
-        new="        bucket.write_tail(self.reducer.step, used, None)\n",
+        old="        if self.shares.told is not None:\n            tail.write_weight(out, self.shares.told)\n",
+        new="",
         words="weights",
         tests="tests/ddp/test_weight.py",
     ),
     Mutation(
         name="flight: a pass given up is not marked as such",
         file=FLIGHT,
-        old="        if given_up:\n            bucket.tail.write_given_up(bucket.tail_data)\n",
+        old="        if given_up:\n            tail.write_given_up(out)\n",
         new="",
         words="Fail",
         tests="tests/ddp/test_failed_pass.py",
@@ -182,7 +181,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="shares: a share is a part of one, not of the world",
-        file=SHARES,
+        file=FLIGHT,
         old="    return Shares(mine * collectives.world / whole if whole else 0.0, None)\n",
         new="    return Shares(mine / whole if whole else 0.0, None)\n",
         words="weights hook",
@@ -190,7 +189,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="shares: weights that are shared out before are told as well",
-        file=SHARES,
+        file=FLIGHT,
         old="    return Shares(mine * collectives.world / whole if whole else 0.0, None)\n",
         new="    return Shares(mine * collectives.world / whole if whole else 0.0, weight)\n",
         words="weights hook",

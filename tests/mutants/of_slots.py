@@ -6,7 +6,7 @@ from tests.mutants.mutation import Mutation
 
 SLOT = "src/phalanx/ddp/buckets/slot.py"
 BUCKET = "src/phalanx/ddp/buckets/dense.py"
-MEMORY = "src/phalanx/ddp/buckets/bucket.py"
+MEMORY = "src/phalanx/ddp/buckets/dense.py"
 SPARSE = "src/phalanx/ddp/buckets/sparse.py"
 HOOKS = "src/phalanx/ddp/reducer/hooks.py"
 
@@ -232,8 +232,22 @@ MUTATIONS = (
         tests="tests/ddp/test_given_gradients.py",
     ),
     Mutation(
+        name="memory: a tensor of a view's memory, moved to another parameter, stays where a mean will be written",
+        file="src/phalanx/ddp/passes/backward.py",
+        old="            _leave_moved(self.buckets)\n",
+        new="            pass\n",
+        tests="tests/ddp/test_given_gradients.py",
+    ),
+    Mutation(
+        name="memory: a view that the user holds in its own place has the bucket take other memory",
+        file=BUCKET,
+        old=" and memory.holds(grad) and (view is None or not is_same(grad, view)):\n",
+        new=":\n",
+        tests="tests/ddp/test_given_gradients.py",
+    ),
+    Mutation(
         name="bucket: it stays as it is when the user chooses another dtype for gradients",
-        file=MEMORY,
+        file="src/phalanx/ddp/buckets/bucket.py",
         old="        return [param.grad_dtype or param.dtype for param in self.params], self.params[0].device\n",
         new="        return [param.dtype for param in self.params], self.params[0].device\n",
         tests="tests/ddp/test_kinds.py",

@@ -7,12 +7,10 @@ from tests.mutants.mutation import Mutation
 OVERLAP = "src/phalanx/zero/overlap/overlap.py"
 GRADIENTS = "src/phalanx/zero/overlap/gradient_shards.py"
 SCATTER = "src/phalanx/zero/overlap/reduce_scatter.py"
-MARKER = "src/phalanx/zero/overlap/scattered_gradient.py"
 TABLE = "src/phalanx/zero/partition/param_table.py"
 LOCAL = "src/phalanx/zero/partition/local.py"
 SHARD = "src/phalanx/zero/partition/shard.py"
 ELEMENT = "src/phalanx/zero/partition/element.py"
-GATHERING = "src/phalanx/zero/partition/gathering.py"
 CLIPPING = "src/phalanx/zero/clipping.py"
 OPTIMIZER = "src/phalanx/zero/optimizer.py"
 JOIN = "src/phalanx/zero/join.py"
@@ -221,9 +219,17 @@ MUTATIONS = (
         words="weights overlapped_later stage=2",
     ),
     Mutation(
+        name="overlap: a slice of a parameter that no rank used is stepped as if it had a mean",
+        file=OVERLAP,
+        old="            self.gradient_shards.receive(bucket, self.reducer.under_way.wanted.get(bucket.index))\n",
+        new="            self.gradient_shards.receive(bucket, None)\n",
+        words="unused overlapped",
+        tests="tests/zero/test_overlap.py",
+    ),
+    Mutation(
         name="scatter: a mean that was set aside is not put back before it is used",
         file=SCATTER,
-        old="            self.own(bucket).copy_(self._set_aside.pop(bucket.index))\n",
+        old="            self.own(cast(\"DenseBucket\", bucket)).copy_(self._set_aside.pop(bucket.index))\n",
         new="            self._set_aside.pop(bucket.index)\n",
         words="reentrant overlapped stage=2",
         tests="tests/ddp/test_nested_backward.py",
@@ -238,7 +244,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="marker: gradient added to a scattered one is replaced by the next",
-        file=MARKER,
+        file=GRADIENTS,
         old="            first.pending = new.clone() if first.pending is None else first.pending.add_(new)\n",
         new="            first.pending = new.clone()\n",
         words="no_sync overlapped_later",
@@ -287,7 +293,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="gathering: a buffer is filled again before what it brought is copied out",
-        file=GATHERING,
+        file=SHARD,
         old="            while any(flight.buffer is buffer for flight in self._pending):\n"
         "                self._finish_oldest()\n",
         new="",

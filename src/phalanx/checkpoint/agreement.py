@@ -76,7 +76,7 @@ class Agreement:
         except (RuntimeError, OSError) as error:
             # The store is gone, or silent, and whoever serves it with it.
             assert self._board is not None, "there are others"
-            raise Waiter(self._board, False).explain(error, doing, isinstance(error, SilentStoreError)) from error
+            raise Waiter(self._board).explain(error, doing, isinstance(error, SilentStoreError)) from error
         if missing:
             raise MismatchError(
                 f"{self.ranks.me}: {doing} was not called by ranks {missing} within {timeout_s:.0f} s. "

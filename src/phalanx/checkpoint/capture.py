@@ -28,7 +28,7 @@ from ..ddp.module import DistributedDataParallel
 from ..errors import ArgumentTypeError, ConfigError, StateError
 from ..optim.in_backward import InBackward
 from ..zero.optimizer import ZeroRedundancyOptimizer
-from ..zero.overlap.scattered_gradient import ScatteredGradient
+from ..zero.overlap.gradient_shards import ScatteredGradient
 from .layout import Captured, whole_piece
 from .optimizers import capture_optimizer, own_states
 from .randomness import capture_randomness, generator_state

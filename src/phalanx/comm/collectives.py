@@ -2,20 +2,19 @@
 
 The reducer, ZeRO and the hooks know these five verbs and nothing of process groups, sockets or
 segments. Each verb starts a collective and returns a `Work`; collectives of one `Collectives`
-run in the order in which they were started, on every rank the same order.
+run in the order in which they were started, on every rank the same order. `wait`, which ends each of
+them, is in `failure/waiter.py`, but for transports that wait otherwise.
 """
 
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable
 from functools import cached_property
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ..errors import CommunicationError, MismatchError, PhalanxError
+from ..errors import CommunicationError, MismatchError
 from .failure.agreement import Settings, agreement_of
 from .failure.board import FailureBoard, board_of
 from .failure.waiter import Waiter
@@ -30,15 +29,13 @@ def as_real(tensor: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
-class Collectives(abc.ABC):
-    """Collectives over one fixed set of ranks.
+class Collectives(Waiter, abc.ABC):
+    """Collectives over one fixed set of ranks, and the waiting for them. A kind of them has no need to call `Waiter`'s
+    constructor: the board is found by the group.
 
     `fuses_scale` says that `all_reduce` and `reduce_scatter` apply `scale` at no extra pass over
     memory; a caller who has to touch the data anyway scales it himself where it is false.
-    `names_failures` says that a work's `wait` raises by itself, soon and naming the rank, when a rank
-    dies or stays silent; elsewhere `Collectives.wait` asks the failure board while it waits. `spans_hosts` says that it
-    does so by news that come through the store. `worthwhile_buckets` is
-    into how many buckets at least a model is best cut where nobody asked for a size: several where a
+    `worthwhile_buckets` is into how many buckets at least a model is best cut where nobody asked for a size: several where a
     collective mostly waits, one where it mostly works.
     """
 
@@ -46,15 +43,7 @@ class Collectives(abc.ABC):
     world: int
     group: dist.ProcessGroup
     fuses_scale: bool = False
-    names_failures: bool = False
-    spans_hosts: bool = False
     worthwhile_buckets: int = 2
-
-    # Made when first asked for, because many a `Collectives` is asked for its verbs only: the waiter reads the
-    # group's store and options. Neither refers back to this object, so that it is freed with its last user.
-    @cached_property
-    def _waiter(self) -> Waiter:
-        return Waiter(self.board, self.names_failures)
 
     @cached_property
     def ranks(self) -> Ranks:
@@ -66,19 +55,12 @@ class Collectives(abc.ABC):
         """This rank, as a message of it begins."""
         return self.ranks.me
 
+    # Made when first asked for, because many a `Collectives` is asked for its verbs only, and it reads the group's store
+    # and options. It does not refer back to this object, so that it is freed with its last user.
     @cached_property
     def board(self) -> FailureBoard:
         """Where ranks of this group leave their errors for the others."""
-        board = board_of(self.group)
-        board.is_quick |= self.names_failures and not self.spans_hosts
-        return board
-
-    def wait(self, work: Work, where: str) -> None:
-        """Return when `work` is done. Raises CommunicationError naming the rank at fault.
-
-        `where` says in words what is being waited for, and begins the message.
-        """
-        self._waiter.wait(work, where)
+        return board_of(self.group)
 
     def barrier(self, where: str) -> None:
         """Return when every rank has come here."""
@@ -88,21 +70,9 @@ class Collectives(abc.ABC):
         """`all_reduce` and `wait` in one, for what is waited for at once, such as a vote."""
         self.wait(self.all_reduce(tensor), where)
 
-    def wait_until(self, is_done: Callable[[], bool], where: str) -> None:
-        """Return when `is_done` says so; a rank that died or stays silent is named meanwhile, as in `wait`."""
-        self._waiter.wait_until(is_done, where)
-
-    def wait_future(self, future: torch.futures.Future[Any], where: str) -> Any:
-        """The future's value; its failure is explained as a collective's is."""
-        return self._waiter.wait_future(future, where)
-
     def take_failure(self) -> BaseException | None:
         """The first error of a collective that was started on the group since the last call, where that is known."""
         return None
-
-    def explain(self, error: RuntimeError, where: str) -> RuntimeError:
-        """What to raise for an error of a collective of torch's own on this group: it names the rank at fault, if one is."""
-        return error if isinstance(error, PhalanxError) else self._waiter.explain_transport(error, where)
 
     def agree(self, occasion: str, settings: Settings, changed: str = "") -> None:
         """Raise MismatchError on every rank, naming what differs and where, unless all ranks give equal `settings`.
@@ -113,7 +83,7 @@ class Collectives(abc.ABC):
         if self.world > 1 and self.board.reaches_others:
             agreement_of(self.board).agree(occasion, settings, self._nobody_comes, changed)
 
-    def comes_to(self, what: str, numel: int = 0) -> None:  # noqa: B027  # nothing to do where the transport compares
+    def comes_to(self, what: str, numel: int = 0) -> None:  # nothing to do where the transport compares
         """This rank is about to start `what`, a collective of torch's own on the group; every rank calls it.
 
         Raises MismatchError if the others come to something else, where that would not be noticed by the transport.
@@ -124,7 +94,7 @@ class Collectives(abc.ABC):
         self.board.post_error(error)
 
     def _nobody_comes(self, where: str, silent: bool) -> CommunicationError:
-        return self._waiter.explain(TimeoutError("no answer"), where, silent)
+        return self.explain(TimeoutError("no answer"), where, silent)
 
     @abc.abstractmethod
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

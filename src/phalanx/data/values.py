@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..comm.torch_backend import collectives_for
 from ..ddp.passes.order import recover
-from ..errors import ArgumentTypeError, ConfigError, MismatchError, PeerFailure
+from ..errors import ArgumentTypeError, ConfigError, MismatchError, PeerFailure, PhalanxError
 from ..observe.live.pulse import waiting
 
 P = ParamSpec("P")
@@ -36,9 +36,9 @@ def _together(where: str, numel: int = 0) -> Iterator[None]:
         try:
             yield
         except RuntimeError as error:
-            if dist.group.WORLD is None:
+            if dist.group.WORLD is None or isinstance(error, PhalanxError):
                 raise
-            raise collectives_for(dist.group.WORLD).explain(error, where) from error
+            raise collectives_for(dist.group.WORLD).explain_transport(error, where) from error
 
 
 class Exchange:

@@ -130,7 +130,7 @@ class Training:
                 self._commit(in_loop=False)
             elif was_looped and self._version == before and self._member is not None:
                 self._telling.warn_of_no_step(epoch)
-        # Who goes on to save and end knows that nobody is a step behind; not of epochs long over, as who comes finds them.
+        # So that nobody is a step behind when others save and end. Not for epochs that were over when this rank came.
         if self._member is not None and self._loader.epoch == count and self._loader.is_at_beginning:
             self._worker.barrier()
 

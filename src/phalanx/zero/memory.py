@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from ..observe import trace
-from .overlap.scattered_gradient import ScatteredGradient
+from .overlap.gradient_shards import ScatteredGradient
 from .partition.element import Placement
 from .state.sharded_optimizer import ShardedOptimizer
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import phalanx.comm.failure.waiter as waiter
 import phalanx.comm.failure.waiting as waiting
-import phalanx.comm.shm.transport.watch as watch
+import phalanx.comm.shm.transport.link as watch
 from phalanx.comm.failure.board import board_of
 from phalanx.comm.torch_backend import collectives_for
 from phalanx.errors import MismatchError
@@ -108,7 +108,7 @@ def test_waiting_is_said_once_with_who_waits_for_whom(backend: str) -> None:
 
 def _wait_apart(rank: int, world: int) -> str:
     collectives = collectives_for(dist.group.WORLD)  # type: ignore[arg-type]
-    return str(collectives.explain(RuntimeError("Timed out"), f"place {rank}"))
+    return str(collectives.explain_transport(RuntimeError("Timed out"), f"place {rank}"))
 
 
 def test_at_the_time_limit_it_is_said_where_each_rank_was() -> None:

@@ -31,20 +31,20 @@ def board(timeout_s: float = 30.0, alarmed: bool = False, posted: list[Failure] 
 def test_wait_returns_when_the_event_is_over() -> None:
     answers = iter([False, False, True])
     asked = board()
-    Waiter(asked, False).wait_until(lambda: next(answers), WHERE)
+    Waiter(asked).wait_until(lambda: next(answers), WHERE)
     assert next(answers, None) is None, "asked until it was over, and not again"
     asked.raise_alarm.assert_not_called()
 
 
 def test_silent_rank_is_named_after_the_time_limit() -> None:
     with pytest.raises(CollectiveTimeout, match=f"rank 1: {WHERE}: no answer from rank 3 within"):
-        Waiter(board(timeout_s=0.05, missing=(3,)), False).wait_until(lambda: False, WHERE)
+        Waiter(board(timeout_s=0.05, missing=(3,))).wait_until(lambda: False, WHERE)
 
 
 def test_rank_that_failed_is_quoted_long_before_the_time_limit() -> None:
     posted = [Failure(2, 0.0, "ValueError: no such file")]
     with pytest.raises(PeerFailure, match="rank 2 failed first: ValueError: no such file"):
-        Waiter(board(alarmed=True, posted=posted), False).wait_until(lambda: False, WHERE)
+        Waiter(board(alarmed=True, posted=posted)).wait_until(lambda: False, WHERE)
 
 
 class _Nccl:
@@ -61,8 +61,8 @@ class _Nccl:
 def test_collective_on_a_device_is_waited_for_without_a_limit() -> None:
     work = _Nccl()
     on_device = mock.Mock(spec=torch.Tensor, device=torch.device("cuda", 0))
-    Waiter(board(), False).wait(started(work, on_device), WHERE)
+    Waiter(board()).wait(started(work, on_device), WHERE)
     assert work.limits == []
-    Waiter(board(), False).wait(started(work, torch.zeros(1)), WHERE)
+    Waiter(board()).wait(started(work, torch.zeros(1)), WHERE)
     assert len(work.limits) == 1, "on the CPU a wait has a limit, at the end of which the board is looked at"
     assert isinstance(started(work, on_device), StreamWork)

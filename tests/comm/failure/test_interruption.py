@@ -168,7 +168,7 @@ def test_the_one_who_interrupts_is_believed_before_a_roll_is_called(store: Inter
     """Otherwise the dead would have two seconds to answer."""
     board = _board(store, 3)
     timer, begun = alarm.after(0.1), time.monotonic()
-    error = Waiter(board, names_failures=False).explain(RuntimeError("Connection closed by peer"), "bucket 2", False)
+    error = Waiter(board).explain(RuntimeError("Connection closed by peer"), "bucket 2", False)
     timer.join()
     assert isinstance(error, PeerFailure) and error.ranks == (1,)
     assert "bucket 2" in str(error) and "rank 1 is no more" in str(error)

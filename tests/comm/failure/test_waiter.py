@@ -37,8 +37,11 @@ def _says_where(rank: int, world: int) -> None:
     collectives = TorchCollectives(dist.group.WORLD)
     with pytest.raises(CommunicationError, match=r"packing bucket 3: .*every rank answers: broken pipe"):
         collectives.wait(FailedWork(RuntimeError("broken pipe")), "packing bucket 3")
-    collectives = TorchCollectives(dist.group.WORLD)
-    collectives.names_failures = True
+
+
+def _keeps_ranks(rank: int, world: int) -> None:
+    assert dist.group.WORLD is not None
+    collectives = collectives_for(dist.group.WORLD)
     with pytest.raises(PeerFailure, match="packing bucket 3: rank 1 died") as caught:
         collectives.wait(FailedWork(PeerFailure("rank 1 died", [1])), "packing bucket 3")
     assert caught.value.ranks == (1,)
@@ -46,6 +49,7 @@ def _says_where(rank: int, world: int) -> None:
 
 def test_an_error_says_where_and_keeps_its_ranks() -> None:
     run_ranks(1, _says_where, backend="gloo")
+    run_ranks(1, _keeps_ranks, backend="phalanx")
 
 
 def _one_board(rank: int, world: int) -> None:

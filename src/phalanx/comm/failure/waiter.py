@@ -81,17 +81,18 @@ class LongWait:
 
 
 class Waiter:
-    """Waits on behalf of one group; `where` in each call says in words what is being waited for."""
+    """Waits on behalf of one group; `where` in each call says in words what is being waited for, and begins messages."""
 
-    def __init__(self, board: FailureBoard, names_failures: bool) -> None:
-        self.board = board
-        self._names_failures = names_failures
+    def __init__(self, board: FailureBoard) -> None:
+        self._board = board
+
+    @property
+    def board(self) -> FailureBoard:
+        """Where ranks of the group leave their errors for the others."""
+        return self._board
 
     def wait(self, work: Work, where: str) -> None:
         """Return when the work is done. Raises CommunicationError naming the rank at fault."""
-        if self._names_failures:
-            self.run(work.wait, where)
-            return
         with LongWait(self.board, where) as wait:
             while True:
                 try:
@@ -123,17 +124,6 @@ class Waiter:
                 )
                 self.board.post_error(error)
                 raise error
-
-    def run(self, wait: Callable[[], Any], where: str) -> None:
-        """A wait of a transport that wakes up by itself and knows the rank: only where it happened is missing."""
-        # Not a context manager: it would leave a frame of the standard library's in every user's traceback.
-        try:
-            wait()
-        except CommunicationError as error:
-            self.board.give_up_on(error.ranks)
-            raise self._placed(error, where) from error
-        except MismatchError as error:
-            raise self.mismatch(error, where) from error
 
     def wait_until(self, is_done: Callable[[], bool], where: str) -> None:
         """Return when `is_done` says so, as of an event on a device: no communicator is aborted by waiting for that."""

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ...errors import MismatchError
+from ...errors import CommunicationError, MismatchError
 from ..collectives import Collectives, Work, as_real
 from ..failure.agreement import Settings, agreeing_on, disagreement, encode, fingerprint
+from ..failure.board import FailureBoard, board_of
 from ..memory.segment import process_memory
 from ..shm.transport.call import Call, Verb
 from .lane import Lane
@@ -34,17 +37,38 @@ class ShmCollectives(Collectives):
     """
 
     fuses_scale = True
-    names_failures = True
     worthwhile_buckets = 1
 
     def __init__(self, group: dist.ProcessGroup, lane: Lane) -> None:
         self.group: Any = group  # c10d declares overloads that no call of ours matches
         self.rank = lane.rank
         self.world = lane.world
-        self.spans_hosts = lane.operations.spans_hosts
         self._lane = lane
+        self._spans_hosts = lane.operations.spans_hosts  # asked now: a lane that is closed has no operations
         # Held, because the segment lives only as long as somebody uses it.
         self._memory = process_memory()
+
+    @cached_property
+    def board(self) -> FailureBoard:
+        """As of any collectives. On one host ranks know of a failure at once, by the links; on several by the store."""
+        board = board_of(self.group)
+        board.is_quick |= not self._spans_hosts
+        return board
+
+    def wait(self, work: Work, where: str) -> None:
+        """Return when `work` is done; nobody looks at the board meanwhile, since the links name a rank that is gone."""
+        self._run(work.wait, where)
+
+    def _run(self, wait: Callable[[], Any], where: str) -> None:
+        """A wait of the lane wakes up by itself and knows the rank at fault: only where it happened is missing."""
+        # Not a context manager: it would leave a frame of the standard library's in every user's traceback.
+        try:
+            wait()
+        except CommunicationError as error:
+            self.board.give_up_on(error.ranks)
+            raise self._placed(error, where) from error
+        except MismatchError as error:
+            raise self.mismatch(error, where) from error
 
     def agree(self, occasion: str, settings: Settings, changed: str = "") -> None:
         """As of any collectives; by a collective, since these compare what they are asked for."""
@@ -97,7 +121,7 @@ class ShmCollectives(Collectives):
 
     def _run_now(self, call: Call, where: str) -> None:
         # In this thread. A work that is queued wakes the lane's, which finds it done and has only taken Python's lock.
-        self._waiter.run(lambda: self._lane.submit([call], blocking=True), where)
+        self._run(lambda: self._lane.submit([call], blocking=True), where)
 
     def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, scale: float = 1.0) -> Work:
         """Give rank r the r-th equal slice of scale × the sum of `input`."""

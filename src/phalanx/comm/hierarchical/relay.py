@@ -15,7 +15,7 @@ import threading
 import torch.distributed as dist
 
 from ...errors import CollectiveTimeout, CommunicationError, PeerFailure
-from ..shm.transport.watch import Watch
+from ..shm.transport.link import Watch
 from .leads import Leads
 
 _LOOK_S = 0.25

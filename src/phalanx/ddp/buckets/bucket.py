@@ -1,19 +1,13 @@
-"""A bucket of the plan: its progress through a pass, its memory, and the question who else holds a piece of memory.
+"""A bucket of the plan, and its progress through a pass.
 
 What each slot goes through is in `slot.py`. There are two kinds of buckets with the same verbs, `dense.py` and `sparse.py`,
-which do the moving of data that belongs to each transition.
-
-`.grad` after backward is promised to be memory that nothing overwrites behind the user's back. A copy keeps that
-promise; so does the bucket's own memory, as long as the bucket takes other memory when a tensor of it is still held at
-the next pass. Who holds what is read off reference counts, exactly and without a pass over memory.
-Must not know when to launch, nor of other buckets.
+which do the moving of data that belongs to each transition. Must not know when to launch, nor of other buckets.
 """
 
 from __future__ import annotations
 
 import abc
 import enum
-import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -22,7 +16,7 @@ import torch
 from ...comm.bucket import GradBucket
 from ...comm.collectives import Work
 from ...plan import Bucket as PlannedBucket
-from ...plan import ParamSpec, Slot
+from ...plan import ParamSpec
 from ...plan.params import gradient_dtype
 from . import slot
 from .slot import HELD, LATE
@@ -169,14 +163,6 @@ class Bucket(abc.ABC):
         """Whether gradient has come for one of its slots after the bucket had left."""
         return self.stage is not Stage.FILLING and LATE in self.states
 
-    def write_tail(self, step: int, used: Sequence[int] | None, weight: float | None) -> None:
-        """What this rank has to say beside its gradients; None for what is as usual."""
-        self.tail.write(self.tail_data, step)
-        if used is not None:
-            self.tail.write_usage(self.tail_data, used)
-        if weight is not None:
-            self.tail.write_weight(self.tail_data, weight)
-
     def note_gradients(self) -> None:
         """Nothing has been taken yet: remember whose gradient may be freed when it is."""
         self._had = [param for param in self._unowned if param.grad is not None]
@@ -210,104 +196,3 @@ class Bucket(abc.ABC):
 def multiplies(scale: Scale) -> bool:
     """Whether it is worth a pass over memory. Of a number on a device nobody asks what it is."""
     return isinstance(scale, torch.Tensor) or scale != 1.0
-
-
-# -- memory ----------------------------------------------------------------------------------------
-
-
-def references(memory: torch.Tensor) -> int:
-    """How many tensors (and storage objects) share the memory of `memory`."""
-    return int(torch._C._storage_Use_Count(memory.untyped_storage()._cdata))
-
-
-def _counts(held: list[torch.Tensor | None], place: int) -> tuple[int, int, int]:
-    """References to the Python object, to the tensor, and to its memory, seen through the list that holds it."""
-    tensor = held[place]
-    assert tensor is not None, "asked only of tensors that are there"
-    # Private: only this call counts holders in C++ (a graph that saved it, say). A test notices if it moves.
-    used: int = tensor._use_count()  # type: ignore[attr-defined]
-    return sys.getrefcount(tensor), used, references(tensor)
-
-
-# What these counts are for a tensor that only its list holds is a matter of the interpreter and of torch's version.
-_ALONE = _counts([torch.zeros(1)], 0)
-
-
-def is_unshared(held: list[torch.Tensor | None], place: int) -> bool:
-    """Whether the list is all that holds this tensor and its memory: then nobody can tell if it is gone.
-
-    The tensor must have been taken off its parameter before. A subclass or a part of a graph is never ours to free, nor is
-    memory that torch did not allocate (numpy's, DLPack's, a file's) or that other processes see.
-    """
-    tensor = held[place]
-    if type(tensor) is not torch.Tensor or tensor.requires_grad:
-        return False
-    if not tensor.untyped_storage().resizable() or tensor.is_shared():
-        return False
-    del tensor  # it would count
-    return _counts(held, place) == _ALONE
-
-
-def is_same(grad: torch.Tensor, view: torch.Tensor) -> bool:
-    """Whether both name the same values in the same memory (autograd may hand out a new tensor object)."""
-    return (
-        grad.layout == torch.strided
-        and grad.data_ptr() == view.data_ptr()
-        and grad.stride() == view.stride()
-        and grad.numel() > 0
-        and grad.is_conj() == view.is_conj()  # `p.grad = p.grad.conj()` names the same memory for other values
-    )
-
-
-class BucketMemory:
-    """`body`: the gradients; `views`: each of them in its parameter's shape; `tail`: what rides behind them.
-
-    `shown` are the tensors that become `.grad` in view mode. They are others than `views`, because a user may move a
-    gradient elsewhere (`Module.to` assigns its `.data`), and the bucket must go on naming its own memory.
-    """
-
-    __slots__ = ("_own_references", "body", "flat", "is_loaned", "shown", "tail", "views")
-
-    def __init__(
-        self,
-        flat: torch.Tensor,
-        slots: Sequence[Slot],
-        specs: Sequence[ParamSpec],
-        tail: torch.Tensor | None,
-        tail_numel: int,
-        as_views: bool,
-    ) -> None:
-        """`flat` may be longer than body and tail. `tail` is given where it does not ride behind the body."""
-        numel = sum(slot.numel for slot in slots)
-        self.flat = flat
-        self.body = flat.narrow(0, 0, numel)
-        self.tail = flat.narrow(0, numel, tail_numel) if tail is None else tail
-        origin = self.body.storage_offset()
-        self.views = [
-            self.body.as_strided(spec.shape, spec.stride, origin + slot.offset)
-            for slot, spec in zip(slots, specs, strict=False)
-        ]
-        self.shown = [view.detach() for view in self.views] if as_views else []
-        self.is_loaned = False  # whether a part of it has been given out as a loan
-        # Last, when everything of ours that names this memory exists: a count too high would hide one holder.
-        self._own_references = references(flat)
-
-    @property
-    def is_held(self) -> bool:
-        """Whether tensors of others share this memory."""
-        return references(self.flat) > self._own_references
-
-    def has_moved(self, params: Sequence[torch.Tensor]) -> bool:
-        """Whether the user has made a view of this memory the gradient of another parameter, of any wrapper.
-
-        Where its own parameter does not hold it, something in C++ does: only there is `.grad` kept.
-        """
-        pairs = zip(params, self.shown, strict=True)
-        return any(param.grad is not shown and shown._use_count() > _ALONE[1] for param, shown in pairs)  # type: ignore[attr-defined]
-
-    def show(self, place: int) -> torch.Tensor:
-        """The gradient of this place for view mode; made anew if the user has moved the one there was."""
-        view, shown = self.views[place], self.shown[place]
-        if shown.data_ptr() != view.data_ptr() or shown.dtype != view.dtype:
-            shown = self.shown[place] = view.detach()
-        return shown

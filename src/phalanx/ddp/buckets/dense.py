@@ -1,20 +1,27 @@
 """A bucket with memory behind it: dense gradients one after the other.
 
 Does the moving of data that belongs to each transition of `slot.py`. Owns its memory and, between `take` and `give`, the
-gradients it has taken. Must not know when to launch, nor of other buckets.
+gradients it has taken.
+
+`.grad` after backward is promised to be memory that nothing overwrites behind the user's back. A copy keeps that
+promise; so does the bucket's own memory, as long as the bucket takes other memory when a tensor of it is still held at
+the next pass. Who holds what is read off reference counts, exactly and without a pass over memory.
+Must not know when to launch, nor of other buckets.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from typing import cast
 
 import torch
 
 from ...comm.memory.copies import copy_all
+from ...plan import ParamSpec, Slot
 from ...plan.params import gradient_dtype
 from . import slot
-from .bucket import Bucket, BucketMemory, Contents, Scale, Stage, is_same, is_unshared, multiplies
+from .bucket import Bucket, Contents, Scale, Stage, multiplies
 from .slot import ABSENT, COPIED, HELD, LATE, LOANED, LOCAL, SCATTERED, TAKEN, VIEWED
 
 # From this size on a gradient is moved by an operation of its own, as soon as it arrives and while it is in the cache; small
@@ -25,6 +32,116 @@ LARGE_BYTES = 64 * 1024
 _MOST_KEPT = 3
 
 Allocate = Callable[[int, torch.dtype, torch.device], torch.Tensor]
+
+
+# -- memory ----------------------------------------------------------------------------------------
+
+
+def references(memory: torch.Tensor) -> int:
+    """How many tensors (and storage objects) share the memory of `memory`."""
+    return int(torch._C._storage_Use_Count(memory.untyped_storage()._cdata))
+
+
+def _counts(held: list[torch.Tensor | None], place: int) -> tuple[int, int, int]:
+    """References to the Python object, to the tensor, and to its memory, seen through the list that holds it."""
+    tensor = held[place]
+    assert tensor is not None, "asked only of tensors that are there"
+    # Private: only this call counts holders in C++ (a graph that saved it, say). A test notices if it moves.
+    used: int = tensor._use_count()  # type: ignore[attr-defined]
+    return sys.getrefcount(tensor), used, references(tensor)
+
+
+# What these counts are for a tensor that only its list holds is a matter of the interpreter and of torch's version.
+_ALONE = _counts([torch.zeros(1)], 0)
+
+
+def is_unshared(held: list[torch.Tensor | None], place: int) -> bool:
+    """Whether the list is all that holds this tensor and its memory: then nobody can tell if it is gone.
+
+    The tensor must have been taken off its parameter before. A subclass or a part of a graph is never ours to free, nor is
+    memory that torch did not allocate (numpy's, DLPack's, a file's) or that other processes see.
+    """
+    tensor = held[place]
+    if type(tensor) is not torch.Tensor or tensor.requires_grad:
+        return False
+    if not tensor.untyped_storage().resizable() or tensor.is_shared():
+        return False
+    del tensor  # it would count
+    return _counts(held, place) == _ALONE
+
+
+def is_same(grad: torch.Tensor, view: torch.Tensor) -> bool:
+    """Whether both name the same values in the same memory (autograd may hand out a new tensor object)."""
+    return (
+        grad.layout == torch.strided
+        and grad.data_ptr() == view.data_ptr()
+        and grad.stride() == view.stride()
+        and grad.numel() > 0
+        and grad.is_conj() == view.is_conj()  # `p.grad = p.grad.conj()` names the same memory for other values
+    )
+
+
+class BucketMemory:
+    """`body`: the gradients; `views`: each of them in its parameter's shape; `tail`: what rides behind them.
+
+    `shown` are the tensors that become `.grad` in view mode. They are others than `views`, because a user may move a
+    gradient elsewhere (`Module.to` assigns its `.data`), and the bucket must go on naming its own memory.
+    """
+
+    __slots__ = ("_own_references", "body", "flat", "is_loaned", "shown", "tail", "views")
+
+    def __init__(
+        self,
+        flat: torch.Tensor,
+        slots: Sequence[Slot],
+        specs: Sequence[ParamSpec],
+        tail: torch.Tensor | None,
+        tail_numel: int,
+        as_views: bool,
+    ) -> None:
+        """`flat` may be longer than body and tail. `tail` is given where it does not ride behind the body."""
+        numel = sum(slot.numel for slot in slots)
+        self.flat = flat
+        self.body = flat.narrow(0, 0, numel)
+        self.tail = flat.narrow(0, numel, tail_numel) if tail is None else tail
+        origin = self.body.storage_offset()
+        self.views = [
+            self.body.as_strided(spec.shape, spec.stride, origin + slot.offset)
+            for slot, spec in zip(slots, specs, strict=False)
+        ]
+        self.shown = [view.detach() for view in self.views] if as_views else []
+        self.is_loaned = False  # whether a part of it has been given out as a loan
+        # Last, when everything of ours that names this memory exists: a count too high would hide one holder.
+        self._own_references = references(flat)
+
+    @property
+    def is_held(self) -> bool:
+        """Whether tensors of others share this memory."""
+        return references(self.flat) > self._own_references
+
+    def has_moved(self, params: Sequence[torch.Tensor]) -> bool:
+        """Whether the user has made a view of this memory the gradient of another parameter, of any wrapper.
+
+        Where its own parameter does not hold it, something in C++ does: only there is `.grad` kept.
+        """
+        pairs = zip(params, self.shown, strict=True)
+        return any(param.grad is not shown and shown._use_count() > _ALONE[1] for param, shown in pairs)  # type: ignore[attr-defined]
+
+    def holds(self, grad: torch.Tensor | None) -> bool:
+        """Whether `grad` lies in this memory. Of tensors by themselves only: a marker of ZeRO's has no memory."""
+        if type(grad) is not torch.Tensor or grad.layout != torch.strided:
+            return False
+        return 0 <= grad.data_ptr() - self.flat.data_ptr() < self.flat.nbytes
+
+    def show(self, place: int) -> torch.Tensor:
+        """The gradient of this place for view mode; made anew if the user has moved the one there was."""
+        view, shown = self.views[place], self.shown[place]
+        if shown.data_ptr() != view.data_ptr() or shown.dtype != view.dtype:
+            shown = self.shown[place] = view.detach()
+        return shown
+
+
+# -- the bucket ------------------------------------------------------------------------------------
 
 
 class DenseBucket(Bucket):
@@ -94,6 +211,25 @@ class DenseBucket(Bucket):
                 self._memory.is_loaned = False
         if self.as_views and self._memory is not None and self._memory.has_moved(self.params):
             self._memory = None  # it stays with the gradients that lie there
+
+    @property
+    def is_held(self) -> bool:
+        """Whether tensors of others share its memory. In view mode that may be meant: see `leave_to`."""
+        return self._memory is not None and self._memory.is_held
+
+    def leave_to(self, params: Iterable[torch.nn.Parameter]) -> None:
+        """View mode: leave the memory to gradients of other slots that lie there (`a.grad = b.grad.detach()`).
+
+        Only to gradients of `params`. A user who holds views of it wants to find the next means there, as in torch.
+        """
+        memory = self._memory
+        assert memory is not None, "asked only where somebody holds it"
+        own = {id(param): view for param, view in zip(self.params, memory.views, strict=True)}
+        for param in params:
+            grad, view = param.grad, own.get(id(param))
+            if grad is not None and memory.holds(grad) and (view is None or not is_same(grad, view)):
+                self._memory = None
+                return
 
     # -- in ------------------------------------------------------------------------------------
 

@@ -25,18 +25,20 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 import torch
 
+from ...comm.collectives import Collectives
 from ...errors import ReductionError
 from ..buckets.bucket import Bucket, Stage
 from ..buckets.dense import DenseBucket
 from ..buckets.tail import Reading
 from ..messages import nests_elsewhere, out_of_step, unequal
 from .late import reduce_late_part
+from .order import reducers_alive
 from .settling import PlanState, find_late, mark_promised
-from .shares import Shares, agree_on_shares
 
 if TYPE_CHECKING:
     from ..reducer.reducer import Reducer
@@ -94,6 +96,57 @@ def _from(state: PassState, known: Sequence[PassState], event: str, after: PassS
     return after
 
 
+# -- weights -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """Each rank's share in the mean: Σ share·gradient / Σ share.
+
+    A rank multiplies its gradients with its weight while it packs them, and the tail adds the weights up, so that the sum
+    can be divided when it is back. `mine`: what this rank's gradients are multiplied with. `told`: what its tails say; None
+    is 1 like everyone's.
+    """
+
+    mine: float | torch.Tensor = 1.0
+    told: float | None = None
+
+    @property
+    def is_nought(self) -> bool:
+        """Whether this rank is known to count nothing. On a device nobody asks."""
+        return not isinstance(self.mine, torch.Tensor) and self.mine == 0.0
+
+    def on(self, device: torch.device) -> float | torch.Tensor:
+        """`mine` where gradients of this device can be multiplied with it: a model may be on several."""
+        mine = self.mine
+        return mine.to(device, non_blocking=True) if isinstance(mine, torch.Tensor) else mine
+
+    @classmethod
+    def of(cls, weight: float | None) -> Shares:
+        """Where large numbers fit, a rank needs to know nobody's weight but its own."""
+        return cls(1.0 if weight is None else float(weight), weight)
+
+
+def agree_on_shares(weight: float | None, collectives: Collectives, device: torch.device) -> Shares:
+    """The shares where large numbers may not fit. Every rank calls it at the same point.
+
+    float16, and a hook that may use it, cannot hold a gradient times a number of tokens. There the ranks add up their
+    weights first, by a small collective before the first bucket of each pass, and multiply with numbers near one.
+    """
+    mine = 1.0 if weight is None else float(weight)
+    # Filled, not copied: a copy to a device would make the host wait.
+    total = torch.full((1,), mine, dtype=torch.float64, device=device)
+    collectives.wait(collectives.all_reduce(total), "adding up the weights of the ranks")
+    if device.type != "cpu":
+        shares = torch.where(total > 0, mine * collectives.world / total, torch.zeros_like(total))
+        return Shares(shares[0], None)
+    whole = float(total.item())
+    return Shares(mine * collectives.world / whole if whole else 0.0, None)
+
+
+# -- the pass itself -----------------------------------------------------------------------------
+
+
 class Pass:
     """One backward that is reduced; with `joined`, one of other ranks in which this one takes part without inputs."""
 
@@ -117,6 +170,8 @@ class Pass:
         self._nests, self._nests_somewhere = may_nest and not joined and self.strategy.gives_for_good, False
         for bucket in self.buckets:
             bucket.open()
+        if reducer.options.as_views:
+            _leave_moved(self.buckets)
         for listener in reducer.listeners:
             listener.pass_began(joined)
         self.strategy.pass_begins()
@@ -165,14 +220,14 @@ class Pass:
 
     def launch_ready(self) -> None:
         """Launch what is full, as far as it is this wrapper's turn."""
-        if any(other.has_early_buckets for other in self.reducer.earlier):
+        if any(other.has_early_buckets for other in self.reducer.order.before(self.reducer)):
             return  # they launch ours when theirs have left
         # Launch by index even when a later bucket fills first: ranks fill buckets in different orders,
         # and launching as filled would add unrelated gradients together.
         while self.has_early_buckets and not self.buckets[self.next].pending:
             self._take_and_send(self.buckets[self.next])
         if not self.has_early_buckets:
-            following = self.reducer.following
+            following = self.reducer.order.after(self.reducer)
             if following is not None and following.current is not None and following.state is REDUCING:
                 following.current.launch_ready()
 
@@ -213,15 +268,20 @@ class Pass:
 
     def send(self, bucket: Bucket, used: Sequence[int] | None, given_up: bool = False) -> None:
         """Launch a packed bucket, with what this rank has to say beside it."""
-        bucket.write_tail(self.reducer.step, used, self.shares.told)
+        tail, out = bucket.tail, bucket.tail_data
+        tail.write(out, self.reducer.step)
+        if used is not None:
+            tail.write_usage(out, used)
+        if self.shares.told is not None:
+            tail.write_weight(out, self.shares.told)
         if used is not None or given_up:
             self._unusual.add(bucket.index)
         if self._nests:
-            bucket.tail.write_nested(bucket.tail_data)
+            tail.write_nested(out)
         if given_up:
-            bucket.tail.write_given_up(bucket.tail_data)
+            tail.write_given_up(out)
         if bucket.index == len(self.buckets) - 1:
-            bucket.tail.write_late(bucket.tail_data, [other.index for other in self.buckets if other.is_late])
+            tail.write_late(out, [other.index for other in self.buckets if other.is_late])
         self.strategy.start(bucket)
         # Not before: a hook that raises has launched nothing, and the bucket is still to be sent.
         bucket.mark_in_flight()
@@ -379,3 +439,12 @@ class Pass:
         for index, wanted in sorted(self.wanted.items()):
             found += [slot.param for slot, ranks in zip(self.buckets[index].slots, wanted, strict=True) if not ranks]
         return found
+
+
+def _leave_moved(buckets: Sequence[Bucket]) -> None:
+    """View mode: a bucket in whose memory gradients of other parameters lie, of any wrapper, takes other memory."""
+    held = [bucket for bucket in buckets if isinstance(bucket, DenseBucket) and bucket.is_held]
+    if held:
+        params = [param for reducer in reducers_alive() for param in reducer.params]
+        for bucket in held:
+            bucket.leave_to(params)

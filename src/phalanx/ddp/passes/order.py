@@ -18,7 +18,7 @@ import gc
 import os
 import threading
 import weakref
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -125,17 +125,20 @@ class LaunchOrder:
         """All of them."""
         return [known for reference in self._reducers if (known := reference()) is not None]
 
-    def before(self, ending: Ending) -> Iterator[Reducer]:
-        """Those of them that launch before this one."""
-        for reducer in self.sharing(ending):
-            if reducer is ending.reducer:
-                return
-            yield reducer
+    # Whoever may raise in the midst of a backward asks these, and holds no ending: it would live on in the traceback, and
+    # with it the pass, while the user handles the exception (`engine.BackwardEnd`).
 
-    def after(self, ending: Ending) -> Reducer | None:
-        """The one of them that launches next after this one."""
-        sharing = self.sharing(ending)
-        place = sharing.index(ending.reducer) + 1
+    def before(self, reducer: Reducer) -> list[Reducer]:
+        """Those of them that take part in the backward that runs now, and launch before `reducer`."""
+        ending = reducer.noted
+        sharing = [] if ending is None else self.sharing(ending)
+        return sharing[: sharing.index(reducer)] if sharing else []
+
+    def after(self, reducer: Reducer) -> Reducer | None:
+        """The one of them that launches next after `reducer`."""
+        ending = reducer.noted
+        sharing = [] if ending is None else self.sharing(ending)
+        place = sharing.index(reducer) + 1 if sharing else 0
         return sharing[place] if place < len(sharing) else None
 
 

@@ -327,7 +327,7 @@ class Reducer(TorchReducer):
                 listener.went_around()
             return None
         # They launch first, and would not be waited for. One that has not begun by now has got no gradient on this rank.
-        for other in self.earlier:
+        for other in self.order.before(self):
             other.begin_owed()
         self.recover()
         if self.sharers.have_changed():
@@ -340,21 +340,6 @@ class Reducer(TorchReducer):
         if not joined:
             self._remember_place(self.noted)
         return self.current
-
-    # Whoever may raise in the midst of a backward asks these, and holds no ending: it would live on in the traceback, and
-    # with it the pass, while the user handles the exception (`engine.BackwardEnd`).
-
-    @property
-    def earlier(self) -> list[Reducer]:
-        """The wrappers that take part in the backward that runs now, and launch before this one."""
-        ending = self.noted
-        return [] if ending is None else list(self.order.before(ending))
-
-    @property
-    def following(self) -> Reducer | None:
-        """The one that launches next after this one."""
-        ending = self.noted
-        return None if ending is None else self.order.after(ending)
 
     def _remember_place(self, ending: Ending | None) -> None:
         self.backward, self.place = (-1, 0) if ending is None else (ending.backward, ending.number)

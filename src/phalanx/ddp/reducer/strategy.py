@@ -2,7 +2,7 @@
 
 The reducer decides when; a `Strategy` decides how. `start` launches, `finish` waits; between the two the bucket's
 body belongs to the transport. To reduce in another way (quantise, say), write another `Strategy` and give it to the reducer.
-One that leaves something else than whole means in `.grad` has a taker too, which is a `Listener`: see `zero/overlap/`.
+One that leaves something else than whole means in `.grad` has a `Listener` beside it, which takes them: see `zero/overlap/`.
 """
 
 from __future__ import annotations

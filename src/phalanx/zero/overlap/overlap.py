@@ -35,9 +35,8 @@ from ..partition.kinds import Kind
 from ..partition.param_table import ParamTable
 from ..partition.update import UNCONFIRMED, Update
 from ..state.sharded_optimizer import ShardedOptimizer
-from .gradient_shards import GradientShards
+from .gradient_shards import GradientShards, ScatteredGradient, fill_zeroed
 from .reduce_scatter import ReduceScatter
-from .scattered_gradient import ScatteredGradient, fill_zeroed
 from .used_gradients import UsedGradients
 from .wrapper_plans import check_wrapper, plans_of_wrapper, wider_plan
 
@@ -167,7 +166,7 @@ class Overlap(Listener):
         reducer.listeners.append(self)
         self.state = Engagement.OBSERVING
         if self.sharded.choice.partition == "element" and not self._low_precision:
-            self._scatter = ReduceScatter(reducer.collectives, reducer, self, self.stage, self.in_backward)
+            self._scatter = ReduceScatter(reducer.collectives, reducer, self.stage, self.in_backward)
             if wrapper._hook is None:
                 self._install(wrapper, reducer)
 
@@ -272,13 +271,6 @@ class Overlap(Listener):
                 self._refuse_second_use()
             self.gradient_shards.begin(joined)
 
-    def take(self, bucket: DenseBucket, wanted: Sequence[int] | None) -> None:
-        """The bucket's own slice is reduced."""
-        assert self.gradient_shards is not None, "a scattered bucket has gradient shards"
-        self.gradient_shards.receive(bucket, wanted)
-        if self.in_backward:
-            self._update(bucket.index)
-
     def pass_failed(self) -> None:
         if self.update.is_under_way:
             # Not told to the others yet: a first note is taken for the cause, and that is what the user gets now.
@@ -298,8 +290,14 @@ class Overlap(Listener):
 
     @torch.no_grad()
     def bucket_given(self, bucket: Bucket) -> None:
-        """Of a strategy that leaves whole means, as a user's hook does: step as soon as a bucket has them."""
-        if self.scatters or self._low_precision or not self.reducer.settled:
+        """The bucket's own slice of the mean is there; or the whole, with another strategy (a user's hook). Step it now."""
+        if self.scatters:
+            assert self.gradient_shards is not None and isinstance(bucket, DenseBucket), "a scattered bucket has both"
+            self.gradient_shards.receive(bucket, self.reducer.under_way.wanted.get(bucket.index))
+            if self.in_backward:
+                self._update(bucket.index)
+            return
+        if self._low_precision or not self.reducer.settled:
             return
         self.catch_up()
         partition = self.sharded.partition

@@ -3,13 +3,13 @@
     stage 1   every bucket has memory of its own; the mean lies in the own shard of it
     stage 2   buckets share memory in turn, as many as may be under way; the mean is used, or kept apart, at once
 
-Knows how slices are reduced. What is done with them, and when, is up to the `SliceTaker`.
+Knows how slices are reduced. What is done with them is up to a listener, by `bucket_given`: `overlap.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol, cast
+from typing import cast
 
 import torch
 
@@ -24,24 +24,14 @@ from ...plan.shards import UNIT, shard_numel
 LAGS = {1: 2, 2: 1}
 
 
-class SliceTaker(Protocol):
-    """Who is given the slices."""
-
-    def take(self, bucket: DenseBucket, wanted: Sequence[int] | None) -> None:
-        """The mean of the own slice of a bucket is there, of the parameters in `wanted` (None for all)."""
-
-
 class ReduceScatter(Mean):
-    """Reduce-scatter in place of all-reduce. `used_at_once`: the taker is done with a slice when it returns."""
+    """Reduce-scatter in place of all-reduce. `used_at_once`: the listener is done with a slice when it returns."""
 
     tail_rides = False
 
-    def __init__(
-        self, collectives: Collectives, reducer: Reducer, taker: SliceTaker, stage: int, used_at_once: bool
-    ) -> None:
+    def __init__(self, collectives: Collectives, reducer: Reducer, stage: int, used_at_once: bool) -> None:
         super().__init__(collectives)
         self._reducer = reducer
-        self._taker = taker
         self._stage = stage
         self.lag = LAGS[stage]
         self.gives_for_good = self.used_at_once = used_at_once
@@ -125,8 +115,7 @@ class ReduceScatter(Mean):
         mean.add_(self.own(cast("DenseBucket", late)))
 
     def give(self, bucket: Bucket, wanted: Sequence[int] | None) -> None:
-        bucket = cast("DenseBucket", bucket)
+        """Nothing becomes a gradient: whoever hears of it by `bucket_given` takes the slice."""
         if bucket.index in self._set_aside:
             # Everything is back, so that the memory which the buckets share is free for one after the other.
-            self.own(bucket).copy_(self._set_aside.pop(bucket.index))
-        self._taker.take(bucket, wanted)
+            self.own(cast("DenseBucket", bucket)).copy_(self._set_aside.pop(bucket.index))

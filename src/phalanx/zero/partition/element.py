@@ -20,11 +20,10 @@ from ...observe import trace
 from ...plan import Bucket, BucketCaps, BucketPlan, ParamSpec, build_plan
 from ...plan.shards import OwnedRange, Ownership, element_ownership
 from . import one_copy
-from .gathering import Gathering
 from .local import LocalOptimizer
 from .param_table import ParamTable
 from .partition import OwnedTensor, Partition, evaluate
-from .shard import Allocate, LiveSlice, Shard
+from .shard import Allocate, Gathering, LiveSlice, Shard
 
 # As large as those of DistributedDataParallel: fewer collectives cost less than more overlap gains on one host,
 # and several of these are under way at once in any model for which it matters.

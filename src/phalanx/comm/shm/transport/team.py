@@ -10,7 +10,7 @@ areas (for small data), used in turn by successive collectives. A rank writes in
 n + 2 only after the first step of n + 1, which no peer takes before it has finished n; hence the pair of n
 is no longer read.
 
-This module knows steps, not what is computed between them, nor how a wait can fail (`watch`).
+This module knows steps, not what is computed between them, nor how a wait can fail (`link`).
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ import torch
 from ....errors import CommunicationError, MismatchError
 from ...memory.arena import Arena
 from .call import PACKED_BYTES, Signature, different_calls, unpacked
-from .link import Link
-from .watch import Watch
+from .link import Link, Watch
 
 INLINE_BYTES = 256 * 1024  # what a rank can hand over in the opening step itself
 NOWHERE = -1
