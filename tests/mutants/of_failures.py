@@ -170,6 +170,13 @@ MUTATIONS = (
         tests="tests/comm/hooks/test_announced.py::test_what_a_users_own_hook_sends_is_told_once",
     ),
     Mutation(
+        name="lane: a work that is over still holds views of its tensors",
+        file="src/phalanx/comm/group/lane.py",
+        old="        del calls\n",
+        new="",
+        tests="tests/comm/group/test_lane.py",
+    ),
+    Mutation(
         name="lane: a failure that a hook's callback does not ask for is nobody's",
         file="src/phalanx/comm/group/lane.py",
         old="                self._lane.remember(self._error)\n",

@@ -14,9 +14,19 @@ from ..collectives import Collectives, Work, as_real
 from ..failure.agreement import Settings, agreeing_on, disagreement, encode, fingerprint
 from ..failure.board import FailureBoard, board_of
 from ..memory.segment import process_memory
-from ..shm.transport.call import Call, Verb
+from ..shm.transport.call import ANY_ROOT, Call, Verb
 from .lane import Lane
 from .process_group import PhalanxProcessGroup
+
+
+def _call(
+    verb: Verb, output: torch.Tensor, input: torch.Tensor | None = None, scale: float = 1.0, root: int = ANY_ROOT
+) -> Call:
+    inputs = () if input is None else (as_real(input),)
+    call = Call(verb, [as_real(output)], inputs, scale=scale, root=root)
+    # Not a view of it: for as long as somebody has the work, that would count as a holder of the caller's memory.
+    call.results = [output]
+    return call
 
 
 def _scaled(tensor: torch.Tensor, scale: float) -> torch.Tensor:
@@ -106,14 +116,14 @@ class ShmCollectives(Collectives):
         """Replace `tensor` on every rank by scale × the sum over ranks."""
         if not tensor.is_cpu:
             return _started(self.group.allreduce([_scaled(tensor, scale)]))
-        return self._lane.submit([Call(Verb.ALL_REDUCE, [as_real(tensor)], scale=scale)])
+        return self._lane.submit([_call(Verb.ALL_REDUCE, tensor, scale=scale)])
 
     def all_reduce_now(self, tensor: torch.Tensor, where: str) -> None:
         """The same, over when it returns."""
         if not tensor.is_cpu:
             super().all_reduce_now(tensor, where)
             return
-        self._run_now(Call(Verb.ALL_REDUCE, [as_real(tensor)]), where)
+        self._run_now(_call(Verb.ALL_REDUCE, tensor), where)
 
     def barrier(self, where: str) -> None:
         """Return when every rank has come here."""
@@ -127,19 +137,19 @@ class ShmCollectives(Collectives):
         """Give rank r the r-th equal slice of scale × the sum of `input`."""
         if not input.is_cpu:
             return _started(self.group.reduce_scatter_single(as_real(output), _scaled(input, scale)))
-        return self._lane.submit([Call(Verb.REDUCE_SCATTER, [as_real(output)], [as_real(input)], scale=scale)])
+        return self._lane.submit([_call(Verb.REDUCE_SCATTER, output, input, scale)])
 
     def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Work:
         """Fill the r-th equal slice of `output` with rank r's `input`."""
         if not input.is_cpu:
             return _started(self.group.all_gather_single(as_real(output), as_real(input)))
-        return self._lane.submit([Call(Verb.ALL_GATHER, [as_real(output)], [as_real(input)])])
+        return self._lane.submit([_call(Verb.ALL_GATHER, output, input)])
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> Work:
         """Replace `tensor` on every rank by that of rank `source`."""
         if not tensor.is_cpu:
             return _started(self.group.broadcast([as_real(tensor)], root=source))
-        return self._lane.submit([Call(Verb.BROADCAST, [as_real(tensor)], root=source)])
+        return self._lane.submit([_call(Verb.BROADCAST, tensor, root=source)])
 
 
 def collectives_of(group: dist.ProcessGroup) -> Collectives | None:

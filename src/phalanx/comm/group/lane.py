@@ -316,6 +316,9 @@ class LaneWork(dist.Work):
                 # collector sees it, and through the frames it would keep itself, the lane and all their memory.
                 self._error = error.with_traceback(None)
                 self._lane.remember(self._error)
+        # Before anybody hears of it: the flat views in them count as holders of the memory (`BucketMemory.is_held`), and
+        # this thread may be kept from going on while the one that waits begins its next backward.
+        del calls
         # Together with `get_future`: a future made in between completes there or in `tell`, never in neither.
         with self._lock:
             self._done.set()
