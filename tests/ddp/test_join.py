@@ -89,6 +89,31 @@ def test_two_wrappers_join_at_once_with_sparse_and_unused_parameters() -> None:
         assert all(torch.equal(value, other[key]) for other in results), key
 
 
+def moved_before(rank: int, world: int, how: str) -> torch.Tensor:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    wrapped = phalanx.DistributedDataParallel(model)
+    wrapped(torch.ones(2, 4)).sum().backward()
+    wrapped.zero_grad()
+    if how == "module":
+        model.double()
+    else:
+        for param in model.parameters():
+            param.grad_dtype = torch.float64
+    with wrapped.join():
+        for _ in range(rank):
+            wrapped(torch.ones(2, 4, dtype=model.weight.dtype)).sum().backward()
+    assert model.weight.grad is not None or rank == 0
+    return torch.zeros(0) if model.weight.grad is None else model.weight.grad
+
+
+@pytest.mark.parametrize("how", ["module", "gradients"])
+@pytest.mark.parametrize("backend", ["gloo", "phalanx"])
+def test_a_rank_without_inputs_follows_a_change_of_dtype(how: str, backend: str) -> None:
+    grad = run_ranks(2, moved_before, how, backend=backend)[1]
+    assert torch.equal(grad, torch.ones(3, 4, dtype=torch.float64)), "2, divided by two ranks"
+
+
 def throwing(rank: int, world: int) -> int:
     wrapped = phalanx.DistributedDataParallel(make("mlp"))
     done = 0

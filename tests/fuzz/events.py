@@ -39,6 +39,7 @@ __all__ = [
     "Dtype",
     "Fail",
     "Freeze",
+    "GradDtype",
     "Group",
     "Hidden",
     "Inner",
@@ -46,6 +47,7 @@ __all__ = [
     "Keep",
     "Listen",
     "Look",
+    "Move",
     "Partial",
     "Pass",
     "Penalty",
@@ -228,4 +230,36 @@ class Freeze(Value):
     def run(self, job: Any) -> Run:
         for param in job.model.parts[self.part].parameters():
             param.requires_grad_(not self.frozen)
+        yield from ()
+
+
+@dataclass(frozen=True, repr=False)
+class GradDtype(Value):
+    """The gradients of a part are of a dtype of their own from now on; those that are there are dropped."""
+
+    part: int
+    dtype: str = "float32"
+
+    def run(self, job: Any) -> Run:
+        for param in job.model.parts[self.part].parameters():
+            param.grad = None
+            param.grad_dtype = getattr(torch, self.dtype)
+        yield from ()
+
+
+@dataclass(frozen=True, repr=False)
+class Move(Value):
+    """The gradients of a part go to another one of the same shapes: as new tensors ("detached"), or in turn ("swapped")."""
+
+    source: int
+    target: int
+    how: str = "detached"
+
+    def run(self, job: Any) -> Run:
+        parts = job.model.parts
+        for source, target in zip(parts[self.source].parameters(), parts[self.target].parameters(), strict=True):
+            if self.how == "swapped":
+                source.grad, target.grad = target.grad, source.grad
+            elif source.grad is not None:
+                target.grad, source.grad = source.grad.detach(), None
         yield from ()

@@ -167,6 +167,10 @@ def _other_lines(program: Program, event: Any) -> list[str]:
             return [*(["model.zero_grad()"] if zeroed else []), f"model.to(torch.{dtype})"]
         case events.Freeze(part=part, frozen=frozen):
             return [f"model.parts[{part}].requires_grad_({not frozen})"]
+        case events.GradDtype(part=part, dtype=dtype):
+            return [f"for p in model.parts[{part}].parameters():", f"    p.grad, p.grad_dtype = None, torch.{dtype}"]
+        case events.Move():
+            return _move_lines(event)
         case events.Retype(how=how):
             return ["model.double().float()" if how == "double" else f"model.to(memory_format=torch.{how})"]
         case events.Reload(what=what):
@@ -194,6 +198,13 @@ def _group_lines(program: Program, part: int, rate: float) -> list[str]:
     if part < 0:
         params = "[nn.Parameter(torch.ones(3), requires_grad=False)]"
     return [f'{one}.add_param_group({{"params": {params}, "lr": {rate}, "weight_decay": 0.02}})']
+
+
+def _move_lines(event: Any) -> list[str]:
+    pairs = f"zip(model.parts[{event.source}].parameters(), model.parts[{event.target}].parameters())"
+    if event.how == "swapped":
+        return [f"for p, q in {pairs}:", "    p.grad, q.grad = q.grad, p.grad"]
+    return [f"for p, q in {pairs}:", "    if p.grad is not None:", "        q.grad, p.grad = p.grad.detach(), None"]
 
 
 def _look_lines(event: Any, mode: str, rank: int) -> list[str]:

@@ -209,19 +209,25 @@ def _with_event(program: Program, at: int, event: Any) -> Program:
     return program.but(events=(*program.events[:at], event, *program.events[at + 1:]))
 
 
+def _parts_of(event: Any) -> dict[str, int]:
+    """The parts that an event names, by field."""
+    return {name: getattr(event, name) for name in ("part", "source", "target") if hasattr(event, name)}
+
+
 def _without_parts(program: Program) -> Iterator[Program]:
     """Parts that nothing runs or names any more."""
     named = {number for route in routes_of(program.events) for number, _ in route}
-    named |= {event.part for event in program.events if hasattr(event, "part")}
+    named |= {number for event in program.events for number in _parts_of(event).values()}
     named |= {*(program.delayed or ()), *program.held}
     for gone in reversed(range(len(program.parts))):
         if gone in named or len(program.parts) == 1 or any(getattr(event, "dropped", ()) for event in program.events):
             continue
         fewer = program.but(parts=program.parts[:gone] + program.parts[gone + 1 :])
         fewer = _with_routes(fewer, lambda route, gone=gone: tuple((n - (n > gone), how) for n, how in route))
-        moved = [
-            dataclasses.replace(e, part=e.part - (e.part > gone)) if hasattr(e, "part") else e for e in fewer.events
-        ]
+        moved = []
+        for event in fewer.events:
+            numbers = {name: number - (number > gone) for name, number in _parts_of(event).items()}
+            moved.append(dataclasses.replace(event, **numbers) if numbers else event)
         delayed = program.delayed and tuple(number - (number > gone) for number in program.delayed)
         held = tuple(number - (number > gone) for number in program.held)
         models = tuple(

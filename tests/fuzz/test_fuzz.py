@@ -199,6 +199,16 @@ OF_SEVERAL = (
     ev.Backward(6, (BOTH,), together="cut"),
     ev.Step(models=(1,)),
 )
+OF_GRADIENTS = (
+    ev.Backward(1, (BOTH,)),
+    ev.Move(1, 2),
+    ev.Backward(2, (BOTH,)),
+    ev.Move(2, 1, "swapped"),
+    ev.Step(),
+    ev.GradDtype(1, "float64"),
+    ev.Backward(3, (BOTH,)),
+    ev.Step(),
+)
 
 
 @pytest.mark.parametrize(
@@ -222,6 +232,11 @@ def test_the_script_of_several_models_does_the_same(tmp_path: Path, runner: Runn
     models = (Model(2, "zero"), Model(1, "zero"))
     without = [event for event in both if not isinstance(event, ev.Dtype)]
     _check_script(_program(*without, models=models, held=(1,), cap_mb=0.0001, common=True), tmp_path, runner)
+
+
+@pytest.mark.thorough
+def test_the_script_of_moved_gradients_does_the_same(tmp_path: Path, runner: Runner) -> None:
+    _check_script(_program(*OF_GRADIENTS, models=(Model(2), Model(1)), views=True), tmp_path, runner)
 
 
 def _check_script(program: Program, tmp_path: Path, runner: Runner) -> None:

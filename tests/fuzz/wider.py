@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from tests.fuzz import events as ev
+from tests.fuzz.additions import with_additions
 from tests.fuzz.draw import Draw
 from tests.fuzz.ledger import Ledger
 from tests.fuzz.program import LINEAR_OPTIMIZERS, Model, Part, Program
@@ -241,7 +242,7 @@ class Wider(Draw):
 
 def draw(seed: int) -> Program:
     """The program of this seed, always the same."""
-    return (Draw if seed < FIRST else Wider)(seed).program()
+    return Draw(seed).program() if seed < FIRST else with_additions(Wider(seed).program())
 
 
 def seeds_from(first: int) -> Iterator[int]:

@@ -20,6 +20,14 @@ SHARDS = "src/phalanx/plan/shards.py"
 
 MUTATIONS = (
     Mutation(
+        name="join: a rank without inputs does not follow a change of dtype",
+        file="src/phalanx/ddp/features/join.py",
+        old="        ddp.follow_moved_parameters()\n",
+        new="",
+        words="Join GradDtype",
+        tests="tests/ddp/test_join.py",
+    ),
+    Mutation(
         name="nonfinite: a pass given up for another wrapper raises in the next forward",
         file=NONFINITE,
         old="        if reducer.current is None:\n",

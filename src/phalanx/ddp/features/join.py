@@ -44,6 +44,8 @@ class JoinedTraining(JoinHook):
         self._ddp = ddp
         # Before any collective of join's own, in which a rank without a single input would meet the others' first.
         ddp.reducer.recover()
+        # What a forward would find out, and a rank without a single input runs none.
+        ddp.follow_moved_parameters()
         # A rank without a single input steps in backward too, and is compared with the others like any.
         ddp._adopt_in_backward_optimizers()
         # Here, and not only in the wrapper's own `join`: torch's `Join` takes it as well.
