@@ -375,6 +375,29 @@ def test_gradients_travel_in_the_dtype_that_users_chose_for_them(views: bool, wi
     run_ranks(2, by_chosen_dtype, width, {"gradient_as_bucket_view": views}, backend=backend)
 
 
+def chosen_beside_low_precision(rank: int, world: int, width: int, options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 3))
+    plain, by_rank = unwrapped(model), [inputs(0, r, width) for r in range(world)]
+    for param in model.parameters():
+        param.grad_dtype = torch.float64
+    wrapped = phalanx.DistributedDataParallel(model, **options)
+    with wrapped.no_sync():
+        wrapped(by_rank[rank]).float().square().mean().backward()
+    wrapped.zero_grad()
+    wrapped(by_rank[rank]).float().square().mean().backward()
+    assert {param.grad.dtype for param in model.parameters()} == {torch.float64}
+    assert_mean(model, mean_by_hand(plain, world, lambda m, r: m(by_rank[r]).square().mean()), 6e-2)
+
+
+@everywhere
+@widths
+def test_gradients_of_low_precision_come_in_the_dtype_that_users_chose_for_them(width: int, backend: str) -> None:
+    for dtypes in ((torch.bfloat16, torch.float32), (torch.bfloat16, None), (None, torch.bfloat16)):
+        options = {"mixed_precision": phalanx.MixedPrecision(*dtypes)}
+        run_ranks(2, chosen_beside_low_precision, width, options, backend=backend)
+
+
 def scattered_in_chosen_dtype(rank: int, world: int) -> None:
     model = Chosen(8)
     wrapped = phalanx.DistributedDataParallel(model)

@@ -33,6 +33,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from ...optim.engine import BackwardEnd, current_backward
+from ...plan.params import gradient_dtype
 from ..frames import untraced
 from ..reducer.hooks import remove_all
 from ..reducer.listener import Listener
@@ -212,8 +213,8 @@ class LowPrecision(Listener):
     def local_backward_ended(self) -> None:
         """Of a backward whose outputs we did not see: gradients are as low as the forward was."""
         for param in self._params:
-            if param.grad is not None and param.grad.dtype != param.dtype:
-                param.grad = param.grad.to(param.dtype)
+            if param.grad is not None and param.grad.dtype != gradient_dtype(param):
+                param.grad = param.grad.to(gradient_dtype(param))
 
     def backward_ended(self) -> None:
         """The reducer is about to take gradients, perhaps before the end that was queued here."""
