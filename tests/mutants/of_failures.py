@@ -170,6 +170,13 @@ MUTATIONS = (
         tests="tests/comm/hooks/test_announced.py::test_what_a_users_own_hook_sends_is_told_once",
     ),
     Mutation(
+        name="last words: an error that passes twice is told twice",
+        file="src/phalanx/comm/failure/last_words.py",
+        old="    error.__dict__[_TOLD] = True",
+        new="    pass",
+        tests="tests/comm/failure/test_last_words.py",
+    ),
+    Mutation(
         name="lane: a work that is over still holds views of its tensors",
         file="src/phalanx/comm/group/lane.py",
         old="        del calls\n",

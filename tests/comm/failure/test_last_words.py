@@ -36,6 +36,17 @@ def test_an_error_that_cannot_say_what_it_is_is_told_all_the_same() -> None:
     assert listener.heard == ["SpeechlessError: (its __str__ raises ValueError)", "stayed"]
 
 
+def test_an_error_is_told_once_and_the_next_one_too_wherever_it_lies() -> None:
+    listener = Listener()
+    last_words.tell_at_the_end(listener)
+    for number in range(3):  # each is made where the one before it was freed
+        error = ValueError(str(number))
+        last_words.tell(error)
+        last_words.tell(error)
+        del error
+    assert [words for words in listener.heard if words != "stayed"] == [f"ValueError: {number}" for number in range(3)]
+
+
 def test_frames_are_ours_by_the_name_they_were_imported_under() -> None:
     """An environment may be reached by a link: its files have the link in their names, and another place behind it."""
     assert not folding.is_users(folding.__file__)

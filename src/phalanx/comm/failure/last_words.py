@@ -23,6 +23,8 @@ from ...errors import CommunicationError
 from .folding import fold, is_users
 
 _BEFORE_OTHER_FINALIZERS = 1000
+# Left on an exception that was told. Its id would be another one's when it is gone, and to keep it would keep its frames.
+_TOLD = "_phalanx_told"
 
 
 class Audience(Protocol):
@@ -39,7 +41,6 @@ class Audience(Protocol):
 _audience: weakref.WeakSet[Audience] = weakref.WeakSet()
 _previous: list[Callable[..., None]] = []
 _installed_in: int | None = None
-_told: int | None = None  # the id of the exception that was told last
 _ended_in: int | None = None  # the process that an exception ends
 
 
@@ -60,11 +61,10 @@ def tell_at_the_end(audience: Audience) -> None:
 
 def tell(error: BaseException) -> None:
     """Tell everybody that this rank leaves, and why. An exception on its way out may pass here several times."""
-    global _told
     # A forked child (a data loader's worker) has its parent's audience, and must not speak for it.
-    if _installed_in != os.getpid() or _told == id(error):
+    if _installed_in != os.getpid() or _TOLD in error.__dict__:
         return
-    _told = id(error)
+    error.__dict__[_TOLD] = True  # not by setattr, which a class of the user's may refuse
     audience = list(_audience)
     # What only says that another rank failed is no news, and would make this rank look like the one at fault.
     if not isinstance(error, CommunicationError):
