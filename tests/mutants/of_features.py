@@ -37,9 +37,16 @@ MUTATIONS = (
     Mutation(
         name="precision: a gradient stays in low precision after backward",
         file=PRECISION,
-        old="                param.grad = param.grad.to(param.dtype)\n",
+        old="                param.grad = param.grad.to(gradient_dtype(param))\n",
         new="                pass\n",
         words="mixed no_sync",
+    ),
+    Mutation(
+        name="precision: gradients come back in the dtype of their parameters, whatever was chosen for them",
+        file="src/phalanx/ddp/features/precision.py",
+        old="!= gradient_dtype(param):\n                param.grad = param.grad.to(gradient_dtype(param))\n",
+        new="!= param.dtype:\n                param.grad = param.grad.to(param.dtype)\n",
+        tests="tests/ddp/test_kinds.py",
     ),
     Mutation(
         name="precision: low-precision copies that were freed are not made again",

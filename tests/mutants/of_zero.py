@@ -97,7 +97,7 @@ MUTATIONS = (
         name="overlap: a step hook changes gradients of which some are not there yet",
         file=OVERLAP,
         old="self._arguments = self._begin_early()",
-        new="self._arguments = self._bracket(True)",
+        new="self._arguments = self._begin_update()",
         tests="tests/zero/test_overlap.py",
     ),
     Mutation(

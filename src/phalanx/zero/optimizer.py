@@ -119,7 +119,7 @@ class ZeroRedundancyOptimizer(ShowsState, torch.optim.Optimizer, Joinable):
         self.initialized = True
         # Last: joining a wrapper that exists already calls back into this object.
         if asked.overlaps:
-            self._overlap = Overlap(self._sharded, self.stage, asked.steps_in_backward, self._bracket_update)
+            self._overlap = Overlap(self._sharded, self.stage, asked.steps_in_backward, self._begin_update, self._end_update)
 
     def renew(self, process_group: dist.ProcessGroup | None = None) -> None:
         """Go on over another group, without the state, which whoever calls it loads. Every rank of that group calls it.
@@ -269,19 +269,19 @@ class ZeroRedundancyOptimizer(ShowsState, torch.optim.Optimizer, Joinable):
             )
         return loss
 
-    def _bracket_update(self, begins: bool) -> dict[str, Any]:
-        """An update begins or ends in the midst of backward; returns the keywords for the optimizer's step."""
-        if begins:
-            _, kwargs = self._hook_arguments = step_hooks.before(self, (self,), {})
-            self._sharded.take_options(self.param_groups)
-            self._consolidated = None
-            return dict(kwargs)
+    def _begin_update(self) -> dict[str, Any]:
+        """An update begins in the midst of backward; returns the keywords for the optimizer's step."""
+        _, kwargs = self._hook_arguments = step_hooks.before(self, (self,), {})
+        self._sharded.take_options(self.param_groups)
+        self._consolidated = None
+        return dict(kwargs)
+
+    def _end_update(self) -> None:
+        """All buckets of that update are stepped."""
         self._sharded.local.push(self.param_groups)
-        # Schedulers look here for whether there was a step before theirs.
-        self._opt_called = self._has_state = True
+        self._opt_called = self._has_state = True  # schedulers look here for whether there was a step before theirs
         step_hooks.after(self, *self._hook_arguments)
         self._settings.updated()
-        return {}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, at any time; every rank calls it. State that exists is partitioned anew with the rest."""

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import phalanx.comm.failure.waiter as waiter
 import phalanx.comm.failure.waiting as waiting
-import phalanx.comm.shm.transport.link as watch
+import phalanx.comm.shm.transport.link as link
 from phalanx.comm.failure.board import board_of
 from phalanx.comm.torch_backend import collectives_for
 from phalanx.errors import MismatchError
@@ -81,9 +81,9 @@ def test_notes_are_numbered_and_asking_costs_one_question() -> None:
 
 def _wait_for_one(rank: int, world: int, backend: str) -> list[str]:
     said: list[str] = []
-    before = (waiting.FIRST_S, watch.FIRST_S, waiter._NOTE_S, watch.say, waiter.say)
-    waiting.FIRST_S, watch.FIRST_S, waiter._NOTE_S = 1.5, 0.2, 0.5
-    watch.say = waiter.say = said.append
+    before = (waiting.FIRST_S, link.FIRST_S, waiter._NOTE_S, link.say, waiter.say)
+    waiting.FIRST_S, link.FIRST_S, waiter._NOTE_S = 1.5, 0.2, 0.5
+    link.say = waiter.say = said.append
     try:
         collectives = collectives_for(dist.group.WORLD)  # type: ignore[arg-type]
         for _ in range(2):  # one after the other has to be known too
@@ -92,7 +92,7 @@ def _wait_for_one(rank: int, world: int, backend: str) -> list[str]:
             time.sleep(4.5)
         collectives.wait(collectives.all_reduce(torch.ones(3)), "adding three ones")
     finally:
-        waiting.FIRST_S, watch.FIRST_S, waiter._NOTE_S, watch.say, waiter.say = before
+        waiting.FIRST_S, link.FIRST_S, waiter._NOTE_S, link.say, waiter.say = before
     return said
 
 

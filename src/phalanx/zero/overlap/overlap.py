@@ -67,12 +67,21 @@ class Engagement(enum.Enum):
 
 
 class Overlap(Listener):
-    """One optimizer's engagement with one wrapper. `update` brackets an update: called with True, then False."""
+    """One optimizer's engagement with one wrapper.
+
+    `begin_update` is called before the first bucket of an update is stepped, and returns the keywords for the step;
+    `end_update` after the last.
+    """
 
     uses_means = True
 
     def __init__(
-        self, sharded: ShardedOptimizer, stage: int, step_in_backward: bool, update: Callable[[bool], dict[str, Any]]
+        self,
+        sharded: ShardedOptimizer,
+        stage: int,
+        step_in_backward: bool,
+        begin_update: Callable[[], dict[str, Any]],
+        end_update: Callable[[], None],
     ) -> None:
         if sharded.choice.kind is Kind.COUPLED:
             raise ConfigError(
@@ -82,7 +91,7 @@ class Overlap(Listener):
         self.sharded = sharded
         self.stage = stage
         self.in_backward = step_in_backward
-        self._bracket = update
+        self._begin_update, self._end_update = begin_update, end_update
         self._arguments: dict[str, Any] = {}
         self.state = Engagement.DETACHED
         self._used = UsedGradients()
@@ -329,7 +338,7 @@ class Overlap(Listener):
         # still this rank's own, or under way: what a step hook makes of them would be lost, or averaged.
         params = [] if self.scatters else self.sharded.table.params
         before = [(param.grad, 0 if param.grad is None else param.grad._version) for param in params]
-        arguments = self._bracket(True)
+        arguments = self._begin_update()
         for number, (grad, version) in enumerate(before):
             if params[number].grad is not grad or (grad is not None and grad._version != version):
                 raise ReductionError(
@@ -366,13 +375,13 @@ class Overlap(Listener):
         if self.gradient_shards is not None and whole:
             self.gradient_shards.absorb()
         if self.in_backward:
-            self._step_everything(self._bracket(True))
+            self._step_everything(self._begin_update())
             self._forget_gradients()
             self._close()
 
     def _close(self) -> None:
         self.update.made_in_backward()
-        self._bracket(False)
+        self._end_update()
 
     def _forget_gradients(self) -> None:
         """Gradients have been used: free whole ones, or remember that they have been."""
