@@ -15,7 +15,7 @@ import torch
 from tests.fuzz.ledger import Ledger
 from tests.fuzz.meeting import advance
 from tests.fuzz.models import params_of
-from tests.fuzz.program import LINEAR_OPTIMIZERS, Program, routes_of
+from tests.fuzz.program import Program, routes_of
 from tests.fuzz.reference import Alone
 from tests.fuzz.snapshot import Digest, Snapshot, take_snapshot
 
@@ -260,13 +260,9 @@ def _first_difference(
         found = differs(grad, wanted, program, scale, exact)
         if found is not None:
             return "gradient", f"{name}: the gradient {found}"
-    # Elsewhere the step is made of the ranks' own gradients (`_adopt`); a closure's are compared when it is over. What other
-    # optimizers divide by may be as small as the rounding: of an element that cancels out, they may make any step.
-    amplifies = type(event).__name__ == "Closure" and not exact and program.optimizer not in LINEAR_OPTIMIZERS
     for name, param, wanted, size in zip(names, got.params, want.params, sizes, strict=True):
         # A step is as exact as its gradient, and its sum with the parameter rounds once more.
-        within = size / tolerance(program, wanted.dtype) if amplifies else size
-        found = differs(param, wanted, program, within, exact, ulps_of=wanted)
+        found = differs(param, wanted, program, size, exact, ulps_of=wanted)
         if found is not None:
             return "parameter", f"{name}: {found}, after steps of {size:.2g}"
     for number, (buffer, wanted) in enumerate(zip(got.buffers, want.buffers, strict=True)):

@@ -184,8 +184,10 @@ class Wider(Draw):
 
     def draw_step(self, step: int, events: Sequence[Any]) -> list[Any]:
         needs = self.options["optimizer"] == "lbfgs"
-        # Its gradients are not taken over before the step: in low precision some optimizers make much of their rounding.
+        # Its gradients are not taken over before the step: in low precision some optimizers make much of their rounding,
+        # and of an element that cancels out (before BatchNorm all do) those that divide make any step, from three ranks on.
         rounds = "mixed" in self.options or str(self.options.get("hook")).endswith("_compress_hook")
+        rounds = rounds or (self.ranks > 2 and self.options["optimizer"] not in LINEAR_OPTIMIZERS)
         if needs or ("closure" in self.kinds and self.often(0.5) and not rounds):
             rate = self.chance.choice((1.0, 0.5, 2.0))
             routes = self.draw_routes(step, nested="nested" in self.kinds)
