@@ -72,13 +72,14 @@ def values(case: Case, rank: int, numel: int) -> torch.Tensor:
 def reduced(tensors: Sequence[torch.Tensor], op: str) -> torch.Tensor:
     """The reduction of everybody's tensors, by the plainest means."""
     dtype = tensors[0].dtype
-    stack = torch.stack([t.to(torch.float64 if dtype.is_floating_point else torch.int64) for t in tensors])
+    wide = torch.complex128 if dtype.is_complex else torch.float64 if dtype.is_floating_point else torch.int64
+    stack = torch.stack([t.to(wide) for t in tensors])
     match op:
         case "SUM":
             total = stack.sum(0)
         case "AVG":
             total = stack.sum(0)
-            total = total / len(tensors) if dtype.is_floating_point else total.div(len(tensors), rounding_mode="trunc")
+            total = total.div(len(tensors), rounding_mode="trunc") if wide is torch.int64 else total / len(tensors)
         case "MIN":
             total = functools.reduce(torch.minimum, stack.unbind())  # several times as fast as amin
         case "MAX":
@@ -128,7 +129,7 @@ def check(case: Case, me: Rank) -> None:
 
 
 def _same(case: Case, got: torch.Tensor, expected: torch.Tensor) -> None:
-    if case.op == "AVG" and case.dtype.is_floating_point:
+    if case.op == "AVG" and (case.dtype.is_floating_point or case.dtype.is_complex):
         torch.testing.assert_close(got, expected, msg=lambda text: f"{case}: {text}")
     else:
         assert torch.equal(got, expected), f"{case}: got {got[:8]}, expected {expected[:8]}"
@@ -307,8 +308,10 @@ def all_cases(world: int) -> list[Case]:
     reducing = itertools.product(REDUCING, dtypes, OPS, sizes)
     bitwise = itertools.product(REDUCING, (*INTEGERS, SHORT), BITWISE, sizes)
     moving = itertools.product(MOVING, (*dtypes, torch.bool, torch.complex64), ("SUM",), sizes)
+    pairs = itertools.product(REDUCING, (torch.complex64,), ("SUM", "AVG"), sizes)
+    yes_or_no = itertools.product(REDUCING, (torch.bool,), ("SUM", "MIN", "BXOR"), sizes)
     cases = []
-    for seed, (collective, dtype, op, numel) in enumerate(itertools.chain(reducing, bitwise, moving)):
+    for seed, (collective, dtype, op, numel) in enumerate(itertools.chain(reducing, bitwise, moving, pairs, yes_or_no)):
         choices = random.Random(seed)
         segment = choices.choice(("none", "all", "some"))
         is_async, strided = choices.random() < 0.4, choices.random() < 0.15
@@ -321,7 +324,7 @@ def does_gloo(case: Case) -> bool:
     """Whether a case is within what gloo itself can do."""
     if case.collective in BEYOND_GLOO or case.dtype is SHORT:
         return False
-    if case.dtype is torch.complex64 and case.collective in ("gather", "scatter", "ring"):
+    if case.dtype is torch.complex64 and case.collective in ("gather", "scatter", "ring", "reduce", "reduce_scatter_single"):
         return False
     if case.collective.startswith("reduce_scatter") and case.collective != "reduce_scatter_single":
         return False

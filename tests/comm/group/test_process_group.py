@@ -370,3 +370,24 @@ def _results(rank: int, world: int) -> None:
 @pytest.mark.parametrize("backend", ["gloo", "phalanx"])
 def test_the_result_of_a_work_is_the_tensor_that_the_caller_gave(backend: str) -> None:
     run_ranks(2, _results, backend=backend)
+
+
+def _reduce_beside_others(rank: int, world: int) -> list[torch.Tensor]:
+    """Every second element of a tensor, reduced over the ranks: gloo would add up what lies between them."""
+    results = []
+    for dtype in (torch.bool, torch.complex64):
+        ours = torch.tensor([0, 1, 0, 0, 0, rank, 0, 1 - rank], dtype=dtype)
+        all_reduced, reduced = ours.clone()[1::2], ours.clone()[1::2]
+        dist.all_reduce(all_reduced)
+        dist.reduce(reduced, 0)
+        results += [all_reduced, reduced]
+    conjugate = torch.tensor([1 + 2j, rank * 1j]).conj()
+    dist.reduce(conjugate, 0)
+    return [*results, conjugate.resolve_conj()]
+
+
+def test_strided_booleans_and_complex_numbers_are_reduced() -> None:
+    results = run_ranks(2, _reduce_beside_others, backend="phalanx")[0]
+    assert [result.tolist() for result in results[:2]] == [[True, False, True, True]] * 2
+    assert [result.tolist() for result in results[2:4]] == [[2, 0, 1, 1]] * 2
+    assert results[4].tolist() == [2 - 4j, -1j]

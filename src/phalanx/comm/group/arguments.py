@@ -52,7 +52,14 @@ def reduce_op(tensors: Sequence[torch.Tensor], opts: Options, world: int) -> tup
     if op is None or not tensors:
         return None
     dtype = tensors[0].dtype
-    if dtype not in _REDUCED_DTYPES or (dtype.is_floating_point and op in _BITWISE):
+    if dtype.is_complex:
+        # By pairs of reals, which only a sum may be made of.
+        can_do = op is ReduceOp.SUM
+    elif dtype is torch.bool:
+        can_do = kind != _AVERAGE
+    else:
+        can_do = dtype in _REDUCED_DTYPES and not (dtype.is_floating_point and op in _BITWISE)
+    if not can_do:
         return None
     if not movable(tensors) or any(t.dtype is not dtype for t in tensors[1:]):
         return None

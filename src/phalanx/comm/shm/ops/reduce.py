@@ -10,7 +10,7 @@ Three ways, chosen by size and place, the same on all ranks:
   reduce, and takes the result of each from its staging buffer. One step per block, and one.
 
 Tensors are flat and contiguous here. The arithmetic is always in the order of the ranks, so that the result depends
-neither on timing nor on which rank computes it. Sums and products of 16-bit floats are carried in float32 and rounded once.
+neither on timing nor on which rank computes it. Sums and products of 16-bit floats are computed in float32 and rounded once.
 """
 
 from __future__ import annotations
@@ -297,15 +297,15 @@ def reduce_into(
     elif len(sources) > 2 and (_rounds_often(target.dtype, op) or _is_one_of(target, sources[2:])):
         # In a place of its own: wider, or because `target` is still to be read.
         wide = torch.float32 if target.dtype in _CARRIED_WIDE else target.dtype
-        carried = sources[0].to(wide, copy=True)
+        total = sources[0].to(wide, copy=True)
         for source in sources[1:]:
-            operation(carried, source, out=carried)
-        scale_in_place(carried, scale)
-        target.copy_(carried)
+            operation(total, source, out=total)
+        scale_in_place(total, scale)
+        target.copy_(total)
     elif scale != 1.0 and _rounds_often(target.dtype, op):
-        carried = operation(sources[0].to(torch.float32), sources[1])
-        scale_in_place(carried, scale)
-        target.copy_(carried)
+        total = operation(sources[0].to(torch.float32), sources[1])
+        scale_in_place(total, scale)
+        target.copy_(total)
     else:
         operation(sources[0], sources[1], out=target)
         for source in sources[2:]:

@@ -43,6 +43,8 @@ class Verb(IntEnum):
     GATHER = 7
 
 
+_REDUCES = (Verb.ALL_REDUCE, Verb.REDUCE, Verb.REDUCE_SCATTER)
+
 DTYPES: tuple[torch.dtype, ...] = (
     torch.float32,
     torch.float64,
@@ -53,6 +55,7 @@ DTYPES: tuple[torch.dtype, ...] = (
     torch.int16,
     torch.int32,
     torch.int64,
+    torch.bool,
 )
 _DTYPE_CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
 # Verb, dtype, op, root, numel, scale, layout. Padding is written as zeros: ranks compare the bytes.
@@ -96,7 +99,8 @@ class Call:
         self._copied: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def flatten(self, rank: int, world: int) -> None:
-        """Make every tensor flat and contiguous, by a view where possible and else by a copy.
+        """Make every tensor flat and contiguous, by a view where possible and else by a copy. Complex ones that are to be
+        reduced become pairs of reals.
 
         Only when the call's turn has come: a call queued before it may still write to its tensors.
         """
@@ -126,16 +130,19 @@ class Call:
         # `data` rather than `detach`: a collective is no operation of autograd, and counts as no change of
         # the tensor, as with any other backend.
         data = tensor.data
-        if not tensor.is_contiguous() or tensor.is_inference():
+        if not tensor.is_contiguous() or tensor.is_inference() or _stands_for_another(data):
             flat = data.clone(memory_format=torch.contiguous_format).view(-1)
             if writes:
                 self._copied.append((tensor, flat))
-            return flat
-        if data.dim() == 1 and data.numel() > 1:
-            return data
-        flat = data.view(-1)
-        # One element or none lies in order whatever its stride, which torch does not set right.
-        return flat if flat.stride(0) == 1 else flat.as_strided((flat.numel(),), (1,))
+        elif data.dim() == 1 and data.numel() > 1:
+            flat = data
+        else:
+            flat = data.view(-1)
+            # One element or none lies in order whatever its stride, which torch does not set right.
+            flat = flat if flat.stride(0) == 1 else flat.as_strided((flat.numel(),), (1,))
+        if flat.is_complex() and self.verb in _REDUCES:
+            return torch.view_as_real(flat).view(-1)
+        return flat
 
 
 def gather_call(outputs: Sequence[torch.Tensor], input: torch.Tensor, root: int, world: int) -> Call:
@@ -160,6 +167,11 @@ def parts(whole: torch.Tensor, num_parts: int) -> list[torch.Tensor]:
     """The equal successive parts of a flat tensor."""
     numel = whole.numel() // num_parts
     return [whole[index * numel : (index + 1) * numel] for index in range(num_parts)]
+
+
+def _stands_for_another(data: torch.Tensor) -> bool:
+    """Whether the values are not those of the memory, but their conjugates or negatives: peers read the memory."""
+    return data.is_conj() or data.is_neg()
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
