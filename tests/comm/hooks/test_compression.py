@@ -153,6 +153,28 @@ def test_residuals_move_with_their_parameters_to_the_buckets_of_a_new_plan() -> 
     assert residuals.add(last).tolist() == [5.0, 6.0, 7.0, 0.0, 0.0]
 
 
+def test_residuals_move_also_from_a_bucket_that_has_none_any_more() -> None:
+    residuals = Residuals()
+    residuals.add(make_bucket(Layout(((4,), (3,))), 0)).copy_(torch.arange(1.0, 8.0))
+    # Bucket 0 is of vectors now, or sparse: no hook asks for its residuals.
+    moved = make_bucket(Layout(((4,),)), 1)
+    moved._names = ("layer0.0",)
+    assert residuals.add(moved).tolist() == [1.0, 2.0, 3.0, 4.0]
+    assert residuals.named()["layer0.1"].tolist() == [5.0, 6.0, 7.0]
+
+
+def test_residuals_that_wait_for_their_bucket_are_not_written_over() -> None:
+    residuals = Residuals()
+    residuals.add(make_bucket(Layout(((4,), (3,))), 0)).copy_(torch.arange(1.0, 8.0))
+    other = make_bucket(Layout(((4,), (3,))), 0)
+    other._names = ("another", "and another")
+    for _ in range(3):
+        residuals.begin()
+        residuals.add(other).fill_(9.0)
+        residuals.keep()
+    assert residuals.named()["layer0.1"].tolist() == [5.0, 6.0, 7.0]
+
+
 @pytest.mark.parametrize("moves", [False, True], ids=["the same plan", "a new plan"])
 def test_residuals_are_as_before_when_a_step_was_thrown_away(moves: bool) -> None:
     residuals = Residuals()

@@ -253,3 +253,31 @@ def a_step_given_up(rank: int, world: int) -> str:
 def test_a_step_given_up_between_two_buckets_is_told_and_does_not_stop_the_next() -> None:
     for words in run_ranks(2, a_step_given_up):
         assert "bucket 0 was left half done" in words
+
+
+def saved_amid_a_step(rank: int, world: int) -> list[dict[str, Any]]:
+    buckets = make_buckets((MATRICES, WIDE))
+    state = PowerSGDState(None, 2, start_powerSGD_iter=0)
+    saved = []
+    for step in range(2):
+        state.begin_step()
+        for bucket in buckets:
+            fill(bucket, rank, step)
+            future = own_power_sgd_hook(state, bucket)
+            saved.append(state.state_dict())
+        future.wait()
+        saved.append(state.state_dict())
+        if step == 0:
+            state.keep_step()
+            saved = [state.state_dict()]
+    return saved
+
+
+def test_what_is_saved_amid_a_step_is_what_the_last_one_left() -> None:
+    first, *others = run_ranks(2, saved_amid_a_step)[0]
+    assert len(others) == 3 and first["iter"] == 1
+    for other in others:
+        assert other["iter"] == 1
+        for kind in ("residuals", "factors"):
+            assert other[kind].keys() == first[kind].keys() != set()
+            assert all(torch.equal(other[kind][name], first[kind][name]) for name in first[kind])

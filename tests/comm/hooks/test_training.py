@@ -101,6 +101,7 @@ ALL = [
 ]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("whose", "name", "as_view"), ALL)
 def test_every_hook_trains_the_model_and_keeps_replicas_identical(
     whose: str, name: str, as_view: bool, without_hook: tuple[list[float], torch.Tensor, torch.Tensor]

@@ -79,7 +79,8 @@ class HookState(abc.ABC):
 
     def live_state_dict(self) -> dict[str, Any]:
         """The same without copies, for whoever makes a copy before the next step."""
-        return {"hook_state": type(self).__name__, "iter": self.iter, **self.tensors()}
+        step = self.iter if self._iter_before is None else self._iter_before
+        return {"hook_state": type(self).__name__, "iter": step, **self.tensors()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where `state_dict` was taken. Raises StateError and changes nothing if it does not fit."""

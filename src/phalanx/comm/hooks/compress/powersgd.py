@@ -102,12 +102,14 @@ class PowerSGDState(HookState):
         }
 
     def tensors(self) -> dict[str, dict[str, torch.Tensor]]:
-        if self._pending is not None:
+        # Of a step that may be thrown away, what was there when it began; if nobody told, its factors are half of each.
+        factors = self.factors if self._factors_before is None else self._factors_before
+        if self._pending is not None and self._factors_before is None:
             raise StateError(
                 f"PowerSGDState cannot be saved in the middle of a step: bucket {self._pending.index} is on "
                 "its way. Save it between backward passes."
             )
-        return {"residuals": self.residuals.named(), "factors": dict(self.factors)}
+        return {"residuals": self.residuals.named(), "factors": dict(factors)}
 
     def load_tensors(self, tensors: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
         self.residuals.load(tensors["residuals"])

@@ -55,8 +55,12 @@ class Residuals:
     def keep(self) -> None:
         """The step is over, and its residuals count."""
         if self._before is not None:
-            kept = self._kept
-            self._spare = {index: old.flat for index, old in self._before[0].items() if kept.get(index) is not old}
+            # Not that of a bucket which holds other gradients now: some of the old ones may lie there still, loose.
+            self._spare = {
+                index: old.flat
+                for index, old in self._before[0].items()
+                if (new := self._kept.get(index)) is not None and new is not old and new.names == old.names
+            }
             self._before = None
 
     def restore(self) -> None:
@@ -94,7 +98,10 @@ class Residuals:
         kept = self._kept.get(bucket.index())
         if kept is not None and kept.names == bucket.names() and kept.flat.numel() == numel:
             return kept
-        if kept is not None:
+        # Also those of a gradient that comes from a place where nobody asks for residuals any more: a bucket of vectors has
+        # none with PowerSGD, a sparse one with any hook.
+        names = set(bucket.names())
+        if kept is not None or any(not names.isdisjoint(other.names) for other in self._kept.values()):
             self._unbind()
         flat = torch.zeros(numel, dtype=accumulation_dtype(buffer.dtype), device=buffer.device)
         kept = _Kept(bucket.names(), bucket.spans(), flat)
