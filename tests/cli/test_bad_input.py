@@ -96,6 +96,7 @@ def test_a_mistake_is_one_line_with_a_remedy_and_exit_code_2(
     assert "ran" not in said.out and "Traceback" not in said.err
 
 
+@pytest.mark.thorough
 def test_an_option_of_ours_after_the_scripts_name_is_said_to_be_the_scripts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

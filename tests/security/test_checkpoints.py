@@ -185,3 +185,33 @@ def test_a_small_file_that_would_fill_the_memory_is_refused(
 
 def test_numbers_of_numpy_come_back() -> None:
     assert decode({"@scalar": ["<f4", 1.5]}, lambda path: torch.empty(0)).dtype.str == "<f4"
+
+
+def shown(folder: Path, *more: str) -> str:
+    return CliRunner().invoke(command, [str(folder), *more], catch_exceptions=False, standalone_mode=False).output
+
+
+@pytest.mark.parametrize("name", ["[/red]", "[link=a]x[/link]", ":bomb:"])
+def test_the_name_of_a_metric_is_shown_and_not_obeyed(folder: Path, name: str) -> None:
+    forge(folder, lambda m: m["about"].__setitem__("metrics", {name: 1.0}))
+    assert f"{name} " in shown(folder)
+
+
+def test_a_number_that_no_float_can_hold_is_damage(folder: Path) -> None:
+    forge(folder, lambda m: m["about"].__setitem__("metrics", {"loss": 10**400}))
+    assert "damaged" in shown(folder) and "1 problem" in shown(folder, "verify")
+
+
+def test_a_folder_is_known_by_one_name_only(folder: Path) -> None:
+    (folder / "step-\N{ARABIC-INDIC DIGIT ONE}.000001.00000000").mkdir()
+    assert shown(folder, "delete") == "" and len(shown(folder).splitlines()) == 2
+
+
+@pytest.mark.parametrize("read", [read_safetensors, read_torch_file, disk.Disk().read])
+def test_what_was_a_file_a_moment_ago_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read: Callable[[str], Any], ends_soon: None
+) -> None:
+    os.mkfifo(tmp_path / "model")
+    monkeypatch.setattr(os.path, "isfile", lambda path: True)  # as whoever swaps it lets us see it
+    with pytest.raises((StateError, OSError), match="not a plain file"):
+        read(str(tmp_path / "model"))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import socket
+import subprocess
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -139,3 +142,41 @@ def test_a_machine_that_says_brackets_is_examined(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("OMP_NUM_THREADS", "[/x] \x1b]0;taken\x07")
     said = phalanx("doctor", "--no-self-test")
     assert "OMP_NUM_THREADS is '[/x]" in said and "\x1b]0" not in said
+
+
+@pytest.mark.parametrize("name", ["run.json", "elastic.jsonl", "attempt-0/trace-rank00000.jsonl"])
+def test_what_was_a_file_a_moment_ago_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    folder = make_run(tmp_path, elastic=[1, 4])
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+    monkeypatch.setattr(Path, "is_file", lambda self: True)  # as whoever swaps it lets us see it
+    with pytest.raises(StateError, match="not a plain file") if name != "elastic.jsonl" else contextlib.nullcontext():
+        run.load(folder)
+
+
+def test_folders_without_end_keep_no_other_run_from_being_listed_and_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    enemy, mine = (make_run(tmp_path, name, state="finished") for name in ("20200101-enemy", "20200102-mine"))
+    monkeypatch.chdir(enemy)
+    for _ in range(1200):
+        os.mkdir("d")
+        os.chdir("d")
+    os.chdir(tmp_path)
+    try:
+        assert mine.name in phalanx("runs", "--run-dir", str(tmp_path))
+        said = phalanx("runs", "--clean", "--keep", "0", "-y", "--run-dir", str(tmp_path))
+        assert f"{enemy} cannot be removed: its folders are too deep" in said and "removed 1 run of 2" in said
+        assert not mine.exists()
+    finally:
+        subprocess.run(["rm", "-r", str(enemy)], check=True)  # pytest could not
+
+
+def test_a_record_that_would_fill_the_memory_is_not_parsed(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text('{"state": [%s{}]}' % ("{}," * (6 << 20)))
+    tracemalloc.start()
+    with pytest.raises(StateError, match="it is longer than 16 MiB"):
+        RunDirectory(tmp_path).facts()
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 1 << 26

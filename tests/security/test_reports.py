@@ -128,3 +128,21 @@ def test_a_page_is_not_written_through_a_link_that_came_with_the_run(tmp_path: P
 def test_an_exported_trace_is_plain_json(tmp_path: Path) -> None:
     out = perfetto.export(load(make_run(tmp_path / "enemy", ATTACKS[0])), tmp_path / "trace.json")
     assert json.loads(Path(out).read_text())
+
+
+def test_a_page_tells_the_owner_of_the_folder_nothing_of_ours(tmp_path: Path) -> None:
+    private = tmp_path / "private" / "rank-00000"
+    private.mkdir(parents=True)
+    (private / "stdout.log").write_text("my password")
+    folder = tmp_path / "run"
+    (folder / "attempt-0").mkdir(parents=True)
+    (folder / "run.json").write_text('{"state": "failed"}')
+    (folder / "attempt-0" / "rank-00000").symlink_to(private)
+    own = folder / "attempt-0" / "rank-00001"
+    own.mkdir()
+    (own / "stdout.log").write_text("harmless")
+    (own / "stderr.log").mkdir()
+    page = report.write(load(folder), folder / "report.html")
+    assert "harmless" in page.read_text() and "my password" not in page.read_text()
+    # Links to records and traces of ours are followed: so nobody else may read the page where they can.
+    assert page.stat().st_mode & 0o777 == 0o600

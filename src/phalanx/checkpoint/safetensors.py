@@ -21,7 +21,7 @@ import torch
 
 from ..errors import StateError
 from .source import MemorySource, Source
-from .storage.disk import refuse_special
+from .storage.disk import open_plain
 
 _NAMES = {
     "float64": "F64",
@@ -85,8 +85,7 @@ def to_safetensors(source: Source, path: str) -> int:
 def read_safetensors(path: str) -> MemorySource:
     """A model's tensors by name. Raises StateError for what is not such a file, or not all of one."""
     try:
-        refuse_special(path)
-        with open(path, "rb") as file:
+        with open_plain(path) as file:
             size = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
             if size < _LENGTH_BYTES or length > min(_LONGEST_BYTES, size - _LENGTH_BYTES):

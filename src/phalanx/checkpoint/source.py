@@ -11,7 +11,7 @@ import os
 import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
@@ -20,7 +20,7 @@ from ..zero.partition.storage import flatten, unflatten
 from ..zero.state.tree import describe
 from .layout import Piece, spec_of, whole_piece
 from .reshard import Held, cover
-from .storage.disk import Disk, refuse_special
+from .storage.disk import Disk, open_plain
 from .storage.library import Entry, manifests
 from .storage.manifest import TensorInfo, data_file, manifest_file, said
 from .tree import decode, encode
@@ -225,20 +225,21 @@ def read_torch_file(path: str) -> MemorySource:
     By torch's reader that makes tensors and plain containers only, and calls nothing that a file names.
     """
     try:
-        refuse_special(path)
-        size = os.path.getsize(path)
-        _check_room(size, _unpacked_bytes(path), "files in it")
-        loaded = torch.load(path, map_location="cpu", weights_only=True)
+        with open_plain(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            _check_room(size, _unpacked_bytes(file), "files in it")
+            file.seek(0)
+            loaded = torch.load(file, map_location="cpu", weights_only=True)
         _check_room(size, sum(one.numel() * one.itemsize for one in _tensors(loaded)), "tensors")
     except Exception as error:  # whatever torch raises for what is not a file of its own
         raise StateError(f"{path} cannot be read as a file of torch.save: {error}") from error
     return source_of(path, loaded)
 
 
-def _unpacked_bytes(path: str) -> int:
-    if not zipfile.is_zipfile(path):
+def _unpacked_bytes(file: BinaryIO) -> int:
+    if not zipfile.is_zipfile(file):
         return 0  # the older form, in which everything lies as it is
-    with zipfile.ZipFile(path) as archive:
+    with zipfile.ZipFile(file) as archive:
         return sum(one.file_size for one in archive.infolist())
 
 

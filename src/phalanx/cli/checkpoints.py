@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 from rich.table import Table
+from rich.text import Text
 
 from phalanx.checkpoint.storage import library
 from phalanx.checkpoint.storage.disk import disk_of
@@ -49,7 +50,8 @@ def _show(found: list[Entry], folder: str) -> int:
         metrics = ", ".join(f"{name} {value:.6g}" for name, value in about.get("metrics", {}).items())
         size = bytes_in_words(about["total_bytes"]) if "total_bytes" in about else ""
         ranks = "" if entry.commit is None else str(entry.commit.world)
-        table.add_row(str(entry.step), when, ranks, size, visible(metrics), visible(str(entry.name)))
+        # As text, not as markup: a metric may be named anything.
+        table.add_row(str(entry.step), when, ranks, size, Text(visible(metrics)), visible(str(entry.name)))
     console().print(table)
     return 0
 

@@ -45,10 +45,19 @@ def command(parent: str, clean: bool, keep: int | None, older_than: float | None
     words = visible(f"{quantity(len(chosen), 'run')}, {bytes_in_words(size)}, {names}")
     if not yes and not click.confirm(f"remove {words}?", err=True):
         return 1
-    for run in chosen:
+    left = [run for run in chosen if not _is_removed(run)]
+    say(f"removed {words}" if not left else f"removed {quantity(len(chosen) - len(left), 'run')} of {len(chosen)}")
+    return 1 if left else 0
+
+
+def _is_removed(run: RunInfo) -> bool:
+    """One that cannot be removed, which may be somebody else's, is said; it does not keep the others."""
+    try:
         remove(run)
-    say(f"removed {words}")
-    return 0
+    except OSError as error:
+        say(f"{run.path} cannot be removed: {error.strerror or error}")
+        return False
+    return True
 
 
 def old_runs(runs: list[RunInfo], keep: int, older_than_days: float | None) -> list[RunInfo]:

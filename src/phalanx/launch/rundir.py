@@ -21,14 +21,15 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from phalanx.errors import ConfigError, StateError
 
 FACTS = "run.json"
 _MOST_LINKS = 40  # the system follows no more either
-LONGEST = 1 << 28
-"""Of any text that is read at once. A file from elsewhere may seem to have terabytes and take no room on the disk."""
+LONGEST = 1 << 24
+"""Of any text that is read at once. A file from elsewhere may seem to have terabytes and take no room on the disk; and JSON
+takes up to thirty times as much in memory."""
 
 
 def open_private(path: Path) -> int:
@@ -38,10 +39,17 @@ def open_private(path: Path) -> int:
     return descriptor
 
 
-def refuse_special(path: Path) -> None:
-    """Raise StateError for what is there and is no file: reading a pipe waits for ever, a device may never end."""
-    if path.exists() and not path.is_file():
-        raise StateError(f"{path} is not a plain file. Do not read folders of which you do not know who made them.")
+def open_plain(path: Path) -> BinaryIO:
+    """`path` to be read, which may be anybody's. Raises OSError, and StateError for what is there and is no file: reading a
+    pipe waits for ever, a device may never end."""
+    is_plain = path.is_file() or not path.exists()  # before it is opened: to some devices that alone does something
+    if is_plain:
+        # Without waiting, and asked again of what was opened: it may be another than a moment ago.
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        if stat.S_ISREG(os.fstat(descriptor).st_mode):
+            return open(descriptor, "rb")
+        os.close(descriptor)
+    raise StateError(f"{path} is not a plain file. Do not read folders of which you do not know who made them.")
 
 
 def replace_private(path: Path, text: str) -> None:
@@ -59,14 +67,13 @@ def replace_private(path: Path, text: str) -> None:
 
 def read_record(path: Path) -> Any:
     """The JSON value in a file that may be anybody's. Raises FileNotFoundError, and StateError for what is no record."""
-    refuse_special(path)
     try:
-        with open(path, encoding="utf-8") as file:
+        with open_plain(path) as file:
             text = file.read(LONGEST + 1)
         if len(text) > LONGEST:
             raise ValueError(f"it is longer than {LONGEST >> 20} MiB")
-        return json.loads(text)
-    except FileNotFoundError:
+        return json.loads(text.decode())
+    except (FileNotFoundError, StateError):
         raise
     except (OSError, ValueError, RecursionError) as error:
         raise StateError(f"{path} cannot be read: {error}") from None

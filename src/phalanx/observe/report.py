@@ -49,8 +49,12 @@ def write(run: Run, path: str | Path) -> Path:
     target = Path(path)
     page = render(run)
     fresh = target.with_name(f".{target.name}.{os.getpid()}")
+    # In a run's folder nobody else may read it, as all that is there: the folder may be somebody else's, and lead to files
+    # that only we can read.
+    mode = 0o600 if target.parent.resolve() == run.path.resolve() else 0o666
+    fresh.unlink(missing_ok=True)
     # Replaced, not written through: a run folder from elsewhere may hold a link of this name to any file of ours.
-    with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), "w", encoding="utf-8") as file:
+    with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w", encoding="utf-8") as file:
         file.write(page)
     fresh.replace(target)
     return target

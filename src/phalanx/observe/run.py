@@ -6,6 +6,7 @@ killed rank leaves it, is read up to there.
 
 from __future__ import annotations
 
+import io
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 from phalanx.errors import StateError
 from phalanx.launch.elastic.history import tell
 from phalanx.launch.elastic.story import Story
-from phalanx.launch.rundir import LONGEST, RunDirectory, refuse_special
+from phalanx.launch.rundir import LONGEST, RunDirectory, open_plain
 from phalanx.observe import trace
 
 
@@ -136,8 +137,7 @@ class _RawTrace:
 
 def _read(path: Path) -> _RawTrace | None:
     """A rank's trace; None if it was cut off, by a full disk or a kill, before its first line was whole."""
-    refuse_special(path)
-    with open(path, encoding="utf-8", errors="replace") as file:
+    with io.TextIOWrapper(open_plain(path), encoding="utf-8", errors="replace") as file:
         # In bounded pieces: a file of holes has one line without an end. What is cut here is no JSON, and the last.
         lines = iter(lambda: file.readline(LONGEST), "")
         first = next(lines, "")

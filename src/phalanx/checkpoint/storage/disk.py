@@ -13,7 +13,8 @@ import fcntl
 import mmap
 import os
 import shutil
-from typing import Any
+import stat
+from typing import Any, BinaryIO
 
 from ...errors import ConfigError
 
@@ -111,7 +112,10 @@ class Disk:
 
     def remove_folder(self, path: str) -> None:
         """Delete a folder with all that is in it."""
-        shutil.rmtree(path)
+        try:
+            shutil.rmtree(path)
+        except RecursionError:
+            raise OSError(errno.ELOOP, "its folders are too deep, remove it with rm -r", path) from None
 
     def is_link(self, path: str) -> bool:
         """Whether a name is only a link to what lies elsewhere."""
@@ -135,8 +139,7 @@ class Disk:
 
     def read(self, path: str) -> bytes:
         """All of a small file."""
-        refuse_special(path)
-        with open(path, "rb") as file:
+        with open_plain(path) as file:
             if os.fstat(file.fileno()).st_size > LONGEST_BYTES:
                 raise _too_long(path)
             return file.read()
@@ -145,16 +148,22 @@ class Disk:
         """The first `size` bytes of a file, as something that can be sliced; read when they are looked at."""
         if not size:
             return memoryview(bytearray())
-        refuse_special(path)
-        with open(path, "rb") as file:
+        with open_plain(path) as file:
             # A private copy: torch wants memory that it might write to. It is only ever read, so no page is copied.
             return memoryview(mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY))
 
 
-def refuse_special(path: str) -> None:
-    """In a folder from elsewhere a name may be that of a pipe, which waits for ever, or of a device without an end."""
-    if os.path.exists(path) and not os.path.isfile(path):
-        raise OSError(errno.EINVAL, "not a plain file", path)
+def open_plain(path: str) -> BinaryIO:
+    """A file to be read. Raises OSError, also for what is no file: in a folder from elsewhere a name may be that of a pipe,
+    which waits for ever, or of a device without an end."""
+    is_plain = os.path.isfile(path) or not os.path.exists(path)  # before: opening alone does something to some devices
+    if is_plain:
+        # Without waiting, and asked again of what was opened: it may be another than a moment ago.
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        if stat.S_ISREG(os.fstat(descriptor).st_mode):
+            return open(descriptor, "rb")
+        os.close(descriptor)
+    raise OSError(errno.EINVAL, "not a plain file", path)
 
 
 def _too_long(path: str) -> OSError:

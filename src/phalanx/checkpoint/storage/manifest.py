@@ -17,6 +17,7 @@ import hashlib
 import json
 import math
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
@@ -37,7 +38,7 @@ PIECE_BYTES = 8 * 1024 * 1024
 # The year 9999, after which no calendar goes on.
 _LAST_MOMENT_S = 253_402_300_799
 
-_FOLDER = re.compile(r"step-(\d+)\.(\d{6,})\.([0-9a-f]{8})")
+_FOLDER = re.compile(r"step-([0-9]+)\.([0-9]{6,})\.([0-9a-f]{8})")
 
 
 # Half of what they give is more than enough against accidents, and halves the largest part of a manifest.
@@ -208,6 +209,8 @@ def _check_about(about: Any) -> None:
     for name, number in (*numbers.items(), *metrics.items()):
         if isinstance(number, bool) or not isinstance(number, (int, float)):
             raise ValueError(f"{name} is {number!r:.60}, no number")
+        if isinstance(number, int) and abs(number) > sys.float_info.max:
+            raise ValueError(f"{name} is {number!r:.60}…, more than any number that is saved")
     for name, number in numbers.items():
         if not math.isfinite(number):
             raise ValueError(f"{name} is {number}")

@@ -12,9 +12,10 @@ from typing import Any, BinaryIO, TextIO
 from phalanx.comm.failure.waiting import Notice
 from phalanx.errors import StateError
 from phalanx.launch.elastic.story import Story
-from phalanx.launch.rundir import LONGEST, RunDirectory, open_private, refuse_special
+from phalanx.launch.rundir import LONGEST, RunDirectory, open_plain, open_private
 
 EVENTS_FILE = "elastic.jsonl"
+_MOST_BYTES = 1 << 26  # of one look; a run of weeks has that many events, each of them short
 
 
 class History:
@@ -57,12 +58,13 @@ class Watching:
         """None for a run that is not elastic."""
         if self._file is None:
             with contextlib.suppress(StateError, OSError):
-                refuse_special(self._path)
-                self._file = open(self._path, "rb")
+                self._file = open_plain(self._path)
         if self._file is None:
             return None
-        *lines, self._rest = (self._rest + self._file.read(LONGEST)).split(b"\n")
+        *lines, self._rest = (self._rest + self._file.read(_MOST_BYTES)).split(b"\n")
         for line in lines:
+            if len(line) > LONGEST:
+                continue
             # A folder from elsewhere may hold anything: what is no record is left out.
             with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError):
                 self._story.add(json.loads(line))

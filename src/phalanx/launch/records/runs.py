@@ -5,10 +5,11 @@ Touches only folders that hold a `run.json`, as `rundir` writes it, and never a 
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import shutil
 import socket
-import stat
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,15 +66,16 @@ class RunInfo:
 
     def num_bytes(self) -> int:
         """What its files take on the disk."""
-        return sum(map(_size, self.path.rglob("*")))
-
-
-def _size(path: Path) -> int:
-    try:
-        status = path.lstat()
-    except OSError:
-        return 0  # removed meanwhile, or not ours to see
-    return status.st_size if stat.S_ISREG(status.st_mode) else 0
+        total, folders = 0, [os.fspath(self.path)]
+        # By a list: folders from elsewhere may be deeper than functions can call each other.
+        while folders:
+            with contextlib.suppress(OSError), os.scandir(folders.pop()) as entries:  # removed meanwhile, or not ours to see
+                for entry in entries:
+                    if entry.is_dir(follow_symlinks=False):
+                        folders.append(entry.path)
+                    elif entry.is_file(follow_symlinks=False):
+                        total += entry.stat(follow_symlinks=False).st_size
+        return total
 
 
 def list_runs(parent: str | os.PathLike[str]) -> list[RunInfo]:
@@ -104,4 +106,7 @@ def remove(run: RunInfo) -> None:
     if run.path.is_symlink():
         run.path.unlink()
         return
-    shutil.rmtree(run.path)
+    try:
+        shutil.rmtree(run.path)
+    except RecursionError:
+        raise OSError(errno.ELOOP, "its folders are too deep, remove it with rm -r", str(run.path)) from None

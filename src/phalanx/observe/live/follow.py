@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from phalanx.launch.rundir import refuse_special
+from phalanx.launch.rundir import open_plain
 from phalanx.observe.run import RankTrace, is_event, place_events
 from phalanx.observe.stats import hidden_share_of
 
@@ -28,8 +28,7 @@ class _Followed:
 
     def read(self, window_ns: int) -> None:
         if self._file is None:
-            refuse_special(self._path)
-            self._file = open(self._path, "rb")
+            self._file = open_plain(self._path)
         *lines, self._rest = (self._rest + self._file.read()).split(b"\n")
         for line in lines:
             # A folder from elsewhere may hold anything: what is no event is left out.
