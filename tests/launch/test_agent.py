@@ -133,7 +133,8 @@ def test_tracing_holds_warnings_and_the_failure(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("numbered", "cold"), [(True, False), (False, False), pytest.param(True, True, marks=pytest.mark.thorough)]
+    ("numbered", "cold"),
+    [(True, False), *(pytest.param(*more, marks=pytest.mark.thorough) for more in [(False, False), (True, True)])],
 )
 def test_two_hosts_meet_at_an_endpoint(tmp_path: Path, numbered: bool, cold: bool) -> None:
     # A rank that ended at once would close its connections to one that is still making them.

@@ -113,6 +113,7 @@ def facts_of(run: Launched, folder: Path) -> dict[str, Any]:
     return facts
 
 
+@pytest.mark.thorough  # it imports torch twice
 def test_a_warm_worker_finds_what_a_plain_one_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with without_kept_starter():
         warm = Launched(tmp_path, SURROUNDINGS, "--lr", "0.1", max_restarts=1, nproc=1)
@@ -166,6 +167,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.thorough
 def test_a_script_may_spawn_loaders_and_fork(tmp_path: Path) -> None:
     run = Launched(tmp_path, LOADING, nproc=1)
     assert run.start == "warm" and run.outcome.exitcode == 0, run.lines

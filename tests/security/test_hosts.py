@@ -25,7 +25,7 @@ from phalanx.launch.hosts.company import HostsEnded, HostsStore
 from phalanx.launch.hosts.door import Door
 from phalanx.launch.hosts.filter import packet_filter
 from phalanx.launch.hosts.head import Head
-from phalanx.launch.hosts.meeting import Invitation, WorkerStore, check_endpoint, meet
+from phalanx.launch.hosts.meeting import Invitation, WorkerStore, check_endpoint, listen, meet
 from phalanx.launch.hosts.member import Member, knock
 from phalanx.launch.hosts.rounds import Host, Rounds
 from phalanx.launch.hosts.secret import read_secret
@@ -81,6 +81,26 @@ def test_a_head_that_does_not_know_the_secret_is_not_believed() -> None:
             enter(connection, *KEY, 5.0)
     thread.join()
     listener.close()
+
+
+def test_bytes_that_come_without_end_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    head, member = pair(KEY, KEY)
+    num_read = 0
+
+    class Endless:
+        def setblocking(self, flag: bool) -> None: ...
+
+        def recv(self, count: int) -> bytes:
+            nonlocal num_read
+            num_read += count
+            assert num_read < 1 << 23, "all that comes is kept"
+            return bytes(count)
+
+    monkeypatch.setattr(head, "_connection", Endless())
+    with pytest.raises(ChannelError, match="does not bear its signature"):
+        head.take()
+    monkeypatch.undo()
+    head.close(), member.close()
 
 
 def raw(channel: Channel) -> socket.socket:
@@ -306,6 +326,19 @@ def test_a_host_that_falls_silent_is_lost(head: tuple[Head, list[str]]) -> None:
 def test_every_interface_at_once_is_refused(endpoint: str) -> None:
     with pytest.raises(ConfigError, match="means every interface"):
         check_endpoint(endpoint)
+
+
+@pytest.mark.parametrize("host", ["0x0", "0.0", "00.0.0.0", "[::0]", "[0:0:0:0:0:0:0:0]", "[::ffff:0.0.0.0]"])
+def test_nor_under_another_name(host: str) -> None:
+    with pytest.raises(ConfigError, match="means every interface"):
+        listen(Invitation(f"{host}:0", 2, 2, False, "run", KEY[0]), 0)
+
+
+def test_an_address_of_four_bytes_in_sixteen_is_what_its_packets_say() -> None:
+    listener = listen(Invitation("[::ffff:127.0.0.1]:0", 2, 2, False, "run", KEY[0]), 0)
+    assert listener is not None
+    with listener:
+        assert listener.family is socket.AF_INET and listener.getsockname()[0] == "127.0.0.1"
 
 
 def test_an_endpoint_that_is_not_here_is_said_to_the_first_host() -> None:

@@ -33,6 +33,7 @@ from phalanx.launch.logs import Follower, Keeper, RankLogs, Sink
 from phalanx.launch.rendezvous import Apart, ManyHosts, OneHost, Rendezvous
 from phalanx.launch.resources import threads_for
 from phalanx.launch.rundir import RunDirectory
+from phalanx.launch.start.caches import own_temporaries
 from phalanx.launch.start.starting import Starting
 from phalanx.launch.supervise.policy import AllOrNone
 from phalanx.launch.supervise.supervisor import Crew, Supervisor, signals_raise
@@ -118,7 +119,7 @@ def launch(settings: LaunchSettings, directory: RunDirectory, sink: Sink, notice
     """
     notice = notice or (lambda line: None)
     started = time.monotonic()
-    with _environment(settings), signals_raise():
+    with own_temporaries(notice) as temporaries, _environment(settings, temporaries), signals_raise():
         try:
             _record(directory, notice, _opening_facts(settings))
             outcome = _start_and_watch(settings, directory, sink, notice)
@@ -241,9 +242,9 @@ def _invitation(settings: LaunchSettings) -> Invitation:
 
 
 @contextlib.contextmanager
-def _environment(settings: LaunchSettings) -> Iterator[None]:
+def _environment(settings: LaunchSettings, temporaries: dict[str, str]) -> Iterator[None]:
     """What workers inherit. Restored afterwards: a launch leaves its caller's environment alone."""
-    extra: dict[str, str | None] = {AGENT_PID: str(os.getpid()), "PYTHONUNBUFFERED": "1", **settings.environ}
+    extra: dict[str, str | None] = {AGENT_PID: str(os.getpid()), "PYTHONUNBUFFERED": "1", **temporaries, **settings.environ}
     extra[SECRET] = None  # the launchers' business; no script needs it
     if "OMP_NUM_THREADS" not in os.environ:
         extra["OMP_NUM_THREADS"] = str(threads_for(settings.nproc))

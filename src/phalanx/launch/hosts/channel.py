@@ -93,7 +93,8 @@ class Channel:
 
     def _read_now(self) -> str:
         """Why there is no more to come; empty while there may be."""
-        while True:
+        # No more than it takes for one frame: what is on the way may be put there by others, faster than it is read.
+        while len(self._unread) < _LENGTH.size + _PROOF_BYTES + _MAX_FRAME_BYTES:
             try:
                 # Each call: to send sets a time limit, which Python would wait for here.
                 self._connection.setblocking(False)
@@ -105,6 +106,7 @@ class Channel:
             if not piece:
                 return "the connection was closed"
             self._unread += piece
+        return ""
 
     def _next_frame(self) -> tuple[bytes, bytes] | None:
         begin = _LENGTH.size + _PROOF_BYTES

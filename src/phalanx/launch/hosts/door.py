@@ -18,7 +18,7 @@ from phalanx.launch.hosts.channel import Channel, ChannelError, NotAdmittedError
 
 _PROOF_S = 5.0
 _MOST_UNPROVEN = 32
-_TELL_STRANGERS_EVERY_S = 10.0
+_TELL_UNPROVEN_EVERY_S = 10.0
 _PAUSE_S = 0.05
 
 
@@ -34,7 +34,7 @@ class Door:
         self._lock = threading.Lock()
         self._unproven: list[socket.socket] = []  # the oldest first
         self._closed = False
-        self._strangers_told = 0.0
+        self._unproven_told = 0.0
         host, port = listener.getsockname()[:2]
         self.address: str = host
         self.where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
@@ -91,6 +91,6 @@ class Door:
 
     def _tell_of_stranger(self, words: str) -> None:
         now = time.monotonic()
-        if now - self._strangers_told > _TELL_STRANGERS_EVERY_S:
-            self._strangers_told = now
+        if now - self._unproven_told > _TELL_UNPROVEN_EVERY_S:
+            self._unproven_told = now
             self._notice(words)

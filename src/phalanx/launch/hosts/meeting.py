@@ -68,11 +68,15 @@ def check_endpoint(endpoint: str) -> str:
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise ConfigError(f"--endpoint should be HOST:PORT, such as head:29500; got {endpoint!r}")
     if host.strip("[]").lower() in _EVERYWHERE:
-        raise ConfigError(
-            f"--endpoint {endpoint} means every interface of a host. Name one address of the first host, the one that "
-            "leads to the other hosts."
-        )
+        raise _everywhere(endpoint)
     return endpoint
+
+
+def _everywhere(endpoint: str) -> ConfigError:
+    return ConfigError(
+        f"--endpoint {endpoint} means every interface of a host. Name one address of the first host, the one that leads to "
+        "the other hosts."
+    )
 
 
 def listen(invitation: Invitation, number: int | None) -> socket.socket | None:
@@ -105,6 +109,11 @@ def _resolve(host: str) -> tuple[socket.AddressFamily, str]:
         raise ConfigError(f"--endpoint: the host {host!r} is not known here: {error.strerror}") from None
     family, _, _, _, sockaddr = found[0]
     address = str(sockaddr[0])
+    mapped = getattr(ipaddress.ip_address(address), "ipv4_mapped", None)
+    if mapped is not None:
+        family, address = socket.AF_INET, str(mapped)  # as its packets are, which the filter looks at
+    if ipaddress.ip_address(address).is_unspecified:
+        raise _everywhere(host)  # 0, 0x0, 0.0, ::0: it has more names than one could list
     named_so = host == "localhost" or _is_literal(host)
     if ipaddress.ip_address(address).is_loopback and not named_so:
         # Many installations map a host's own name to 127.0.1.1, where nobody else could reach it.

@@ -205,12 +205,12 @@ def _become(order: dict[str, Any], received: list[int], between: int, loaded: Lo
 def _place(received: list[int], numbers: list[int]) -> None:
     """Give each received descriptor the number it was sent for. Standard streams that were not sent are closed."""
     # Above all that are wanted, until these are free: one that came under the number of another would be overwritten.
-    parked = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, max(numbers) + 1) for descriptor in received]
+    moved = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, max(numbers) + 1) for descriptor in received]
     _close(received)
     if 0 not in numbers:
         with contextlib.suppress(OSError):
             os.close(0)
-    for descriptor, number in zip(parked, numbers, strict=True):
+    for descriptor, number in zip(moved, numbers, strict=True):
         os.dup2(descriptor, number, inheritable=True)
         os.close(descriptor)
 

@@ -1,0 +1,72 @@
+"""Another user makes the folder in which torch looks for compiled code: nothing of it is run."""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from phalanx.launch.start.caches import own_temporaries, usual_cache
+from tests.security.intruder import NOBODY, Running, needs_root
+
+pytestmark = pytest.mark.timeout(60)
+
+SAY = """
+import tempfile
+print("temporary files are in", tempfile.gettempdir(), flush=True)
+"""
+
+
+@pytest.fixture
+def usual(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return usual_cache()
+
+
+def test_it_is_where_torch_looks(usual: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    assert str(usual) == default_cache_dir()
+    monkeypatch.setenv("LOGNAME", "a/b:c")
+    assert str(usual_cache()) == default_cache_dir()
+
+
+@pytest.mark.parametrize("kind", ["missing", "own", "link", "open"])
+def test_a_folder_of_ones_own_is_used_and_one_that_all_can_change_is_not(usual: Path, kind: str) -> None:
+    if kind == "link":
+        usual.symlink_to(usual.parent)
+    elif kind != "missing":
+        usual.mkdir()
+        usual.chmod(0o777 if kind == "open" else 0o755)
+    said: list[str] = []
+    with own_temporaries(said.append) as found:
+        assert list(found) == ["TMPDIR"] * (kind == "open") and len(said) == len(found)
+        assert all(os.stat(folder).st_mode & 0o777 == 0o700 for folder in found.values())
+    assert not any(map(os.path.exists, found.values()))
+    if kind == "missing":
+        assert usual.stat().st_mode & 0o777 == 0o700
+
+
+@needs_root
+@pytest.mark.parametrize("kind", ["folder", "link"])
+def test_a_folder_of_another_user_is_not(usual: Path, kind: str) -> None:
+    usual.mkdir() if kind == "folder" else usual.symlink_to("/root")
+    os.chown(usual, NOBODY, NOBODY, follow_symlinks=False)
+    with own_temporaries(lambda line: None) as found:
+        assert "TMPDIR" in found
+
+
+@needs_root
+def test_a_run_takes_no_code_from_a_folder_of_another_user(tmp_path: Path) -> None:
+    tmp_path.chmod(0o1777)
+    theirs = tmp_path / usual_cache().name
+    theirs.mkdir()
+    os.chown(theirs, NOBODY, NOBODY)
+    with Running(tmp_path / "a", SAY, "--nproc", "1", cold=True, TMPDIR=str(tmp_path)) as run:
+        assert run.end() == 0
+    assert f"{theirs} belongs to user {NOBODY}, and torch.compile would run" in run.said()
+    found = re.search(r"temporary files are in (\S+)", run.said())
+    assert found is not None and Path(found[1]).parent == tmp_path and not Path(found[1]).exists()
