@@ -295,3 +295,48 @@ def backward_amid_forward(rank: int, world: int, width: int, reduces: bool) -> N
 @pytest.mark.parametrize("reduces", [True, False], ids=["reduced", "no_sync"])
 def test_a_backward_in_the_midst_of_a_forward_leaves_full_parameters(reduces: bool, width: int, backend: str) -> None:
     run_ranks(2, backward_amid_forward, width, reduces, backend=backend)
+
+
+# -- parameters of several wrappers ----------------------------------------------------------------
+
+
+class Headed(nn.Module):
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.body, self.scale = body, nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x) * self.scale
+
+
+def shared(rank: int, world: int, width: int, inside: bool) -> None:
+    config = phalanx.MixedPrecision(param_dtype=LOW, reduce_dtype=torch.float32)
+    body = Net(width)
+    models = [Headed(body)] if inside else [Headed(body), Headed(body)]
+    plain = unwrapped(body)
+    if inside:
+        models[0].body = phalanx.DistributedDataParallel(body, mixed_precision=config)
+    wrapped = [phalanx.DistributedDataParallel(model, mixed_precision=config) for model in models]
+    for step in range(3):
+        body.zero_grad()
+        with contextlib.ExitStack() as stack:
+            for one in (*wrapped, models[0].body) if inside else wrapped:
+                stack.enter_context(one.no_sync())
+            sum(_loss(one, step + 50, rank, width) for one in wrapped).backward()
+        local = [param.grad.clone() for param in body.parameters()]
+        sum(0.0 * _loss(one, step, rank, width) for one in wrapped).backward()
+        for one in wrapped:
+            _assert_full(one)
+        # Gradients that had come before are the mean of what they were, and have not been rounded on the way.
+        for param, mine in zip(body.parameters(), local, strict=True):
+            dist.all_reduce(mine)
+            torch.testing.assert_close(param.grad, mine / world, rtol=1e-6, atol=1e-9)
+        expected = mean_by_hand(plain, world, lambda m, r, step=step: len(wrapped) * _loss(m, step + 50, r, width))
+        assert_mean(body, expected, tolerance=0.05)
+
+
+@everywhere
+@widths
+@pytest.mark.parametrize("inside", [False, True], ids=["beside", "inside"])
+def test_parameters_of_two_wrappers_are_full_after_a_backward_of_both(inside: bool, width: int, backend: str) -> None:
+    run_ranks(2, shared, width, inside, backend=backend)

@@ -11,6 +11,7 @@ from torch.autograd import Variable
 from torch.utils.checkpoint import checkpoint
 
 from phalanx.ddp.buckets.dense import is_unshared, references
+from phalanx.errors import ReductionError
 from phalanx.optim.engine import (
     BackwardEnd,
     accumulates,
@@ -176,6 +177,24 @@ def _codes() -> list[Any]:
         found.append(frame.f_code)
         frame = frame.f_back
     return found
+
+
+def test_a_backward_under_compiled_autograd_is_refused_since_it_drops_callbacks() -> None:
+    from torch._dynamo import compiled_autograd, disable
+
+    layer = torch.nn.Linear(2, 2)
+
+    @disable
+    def queue(_param: torch.Tensor) -> None:
+        BackwardEnd(lambda: None).queue()
+
+    layer.weight.register_post_accumulate_grad_hook(queue)
+    loss = layer(torch.ones(1, 2)).sum()
+    with (
+        compiled_autograd._enable(torch.compile(backend="eager")),
+        pytest.raises(ReductionError, match="compiled autograd"),
+    ):
+        loss.backward()
 
 
 def test_frames_of_torch_are_on_the_stack_while_the_engine_runs() -> None:

@@ -13,6 +13,7 @@ from torch.autograd import Variable
 from torch.autograd.function import BackwardCFunction
 
 from ..comm.memory.left_over import backward_raised
+from ..errors import ReductionError
 
 # The id of the running backward pass, -1 outside. Private, but the only way to tell one pass from another;
 # tests/ddp/test_torch_internals.py notices if it moves.
@@ -49,6 +50,13 @@ class BackwardEnd:
 
     def queue(self) -> None:
         """Have it called at the end of the pass that runs now (a nested one, if it is one)."""
+        compiled = sys.modules.get("torch._dynamo.compiled_autograd")
+        if compiled is not None and compiled.in_compiled_autograd_region:
+            # The engine would drop it, and gradients would stay those of this rank without a word.
+            raise ReductionError(
+                "a backward under compiled autograd does not say when it ends, so its gradients cannot be averaged. Call "
+                "backward() without torch._dynamo.config.compiled_autograd; torch.compile of the model is fine."
+            )
         Variable._execution_engine.queue_callback(self)
 
 

@@ -15,6 +15,9 @@ In BACKWARD neither does: they are those of the backward. Buffers go the same wa
 users therefore never see a low-precision tensor. The copies made by a forward are kept until its backward has ended:
 autograd saved the tensors themselves.
 
+A parameter that several wrappers have (`passes/shared.py`) may be low already, put there by another. In forwards, one inside
+the other, each puts back what it found; in a backward all of them, in any order, the full one.
+
 A backward is known by the wrapper's outputs that it reaches. Of a loss that was no output it is known when it computes a
 part of the module again (checkpointing), which has to be as low as the first time.
 """
@@ -23,7 +26,7 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -38,6 +41,8 @@ from ..frames import untraced
 from ..reducer.hooks import remove_all
 from ..reducer.listener import Listener
 from ..structure import map_tensors
+
+_NONE: Mapping[int, torch.Tensor] = {}
 
 
 @dataclass
@@ -57,6 +62,9 @@ class Precision(enum.Enum):
     FORWARD = enum.auto()
     PAUSED = enum.auto()
     BACKWARD = enum.auto()
+
+
+_alive: weakref.WeakSet[LowPrecision] = weakref.WeakSet()
 
 
 class LowPrecision(Listener):
@@ -82,6 +90,7 @@ class LowPrecision(Listener):
         self._modules = weakref.WeakSet(module.modules())
         self._handles: list[RemovableHandle] = []  # none or one
         weakref.finalize(self, remove_all, self._handles)
+        _alive.add(self)
 
     @property
     def reduce_dtype(self) -> torch.dtype | None:
@@ -110,9 +119,21 @@ class LowPrecision(Listener):
         wanted += [(buffer, self.config.buffer_dtype) for buffer in self._buffers]
         return [tensor.data if dtype is None else tensor.data.to(dtype) for tensor, dtype in wanted]
 
-    def _put_low(self) -> None:
+    def _full_elsewhere(self) -> dict[int, torch.Tensor]:
+        """By identity, the full ones of tensors that other wrappers have too, and have put low."""
+        full: dict[int, torch.Tensor] = {}
+        for other in _alive:
+            if other is not self and other.is_on:
+                tensors = map(id, [*other._params, *other._buffers])
+                # Of several the widest: one that began inside another's forward has found a low one.
+                for key, found in zip(tensors, other._full, strict=True):
+                    full[key] = max(found, full.get(key, found), key=lambda one: one.dtype.itemsize)
+        return full
+
+    def _put_low(self, full: Mapping[int, torch.Tensor] = _NONE) -> None:
+        """`full`: what to put back in place of what is there now, by identity."""
         tensors = [*self._params, *self._buffers]
-        self._full = [tensor.data for tensor in tensors]
+        self._full = [full.get(id(tensor), tensor.data) for tensor in tensors]
         for tensor, low in zip(tensors, self._low, strict=True):
             tensor.data = low
 
@@ -157,7 +178,7 @@ class LowPrecision(Listener):
             # Another backward than the one that freed them: of a second forward, or of the same graph again. The
             # parameters are those of the forward, or autograd would refuse the backward by their versions.
             self._low = self._make_low()
-        self._put_low()
+        self._put_low(self._full_elsewhere())
         self._began_with = [low.clone() for low in self._low[len(self._params) :]]
         self.state = Precision.BACKWARD
         # Also if the backward raises: nobody outside may see a parameter in low precision.
@@ -212,7 +233,10 @@ class LowPrecision(Listener):
 
     def local_backward_ended(self) -> None:
         """Of a backward whose outputs we did not see: gradients are as low as the forward was."""
+        full = self._full_elsewhere()
         for param in self._params:
+            if id(param) in full and full[id(param)].dtype != param.dtype:
+                continue  # low for as long as another wrapper's forward or backward lasts, unlike its gradient
             if param.grad is not None and param.grad.dtype != gradient_dtype(param):
                 param.grad = param.grad.to(gradient_dtype(param))
 
