@@ -37,7 +37,7 @@ def _chunks(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
         yield chunk
 
 
-def _windows(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+def _buffer_of(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """A byte buffer with room for all of `tensors`, and for each of them its place there, in its shape and dtype."""
     ends: dict[torch.dtype, int] = {}
     for tensor in tensors:
@@ -50,12 +50,12 @@ def _windows(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[torch.
     else:
         buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
     sections = {dtype: part.view(dtype) for dtype, part in zip(ends, buffer.split(sizes), strict=True)}
-    windows = []
+    views = []
     for tensor in tensors:
         section = sections[tensor.dtype]
-        windows.append(section[: tensor.numel()].view(tensor.shape))
+        views.append(section[: tensor.numel()].view(tensor.shape))
         sections[tensor.dtype] = section[tensor.numel() :]
-    return buffer, windows
+    return buffer, views
 
 
 def _facts(chunk: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -93,14 +93,14 @@ def replicate(
     wanted = [tensor for tensor in tensors if tensor.numel()]
     for chunk in _chunks(wanted):
         facts = _facts(chunk)
-        buffer, windows = _windows([*facts, *chunk])
+        buffer, views = _buffer_of([*facts, *chunk])
         if collectives.rank == source:
-            copy_all(windows, [*facts, *chunk])
+            copy_all(views, [*facts, *chunk])
         collectives.wait(collectives.broadcast(buffer, source), f"{what} from rank {collectives.ranks.numbers[source]}")
         if collectives.rank != source:
-            for mine, said in zip(facts, windows, strict=False):
+            for mine, said in zip(facts, views, strict=False):
                 if not torch.equal(said, mine):
                     raise _others(mine, said, collectives, source, what)
             # Through .data: an earlier forward may have saved the tensor (BatchNorm does), and its backward is to go
             # on with the values that this writes, which are those of the rank all are to follow.
-            copy_all([tensor.data for tensor in chunk], windows[len(facts) :])
+            copy_all([tensor.data for tensor in chunk], views[len(facts) :])

@@ -83,6 +83,8 @@ class BucketPlan:
     caps: BucketCaps = field(default=BucketCaps())
 
     def __post_init__(self) -> None:
+        # Checked here, once for all who make plans (the rule, a file, an observed order): a parameter in no bucket would
+        # never be averaged, and one in two would be averaged twice, neither with an error.
         seen = sorted(slot.param for bucket in self.buckets for slot in bucket.slots)
         if seen != list(range(len(self.specs))):
             raise PlanError(
@@ -97,6 +99,7 @@ class BucketPlan:
         digest = hashlib.sha256(_canonical(list(self.caps.caps_bytes)))
         for spec in self.specs:
             digest.update(_canonical(spec.to_json()))
+        # Which parameters, in which order, is all: offsets, dtypes and sizes follow from the specs.
         for bucket in self.buckets:
             digest.update(_canonical([slot.param for slot in bucket.slots]))
         return digest.hexdigest()
@@ -152,6 +155,8 @@ class BucketPlan:
 
 
 def _canonical(value: Any) -> bytes:
+    # One text per value on every rank, whatever the order in which its dicts were filled; the line's end keeps two values
+    # from reading like one.
     return json.dumps(value, sort_keys=True, separators=(",", ":")).encode() + b"\n"
 
 
@@ -161,6 +166,7 @@ def _bucket(index: int, params: Sequence[int], specs: Sequence[ParamSpec]) -> Bu
         slots.append(Slot(param, offset, specs[param].numel))
         offset += specs[param].numel
     first = specs[params[0]]
+    # One collective has one dtype and one device, and nobody knows beforehand how long a sparse gradient is.
     kinds = {(specs[p].dtype, specs[p].device, specs[p].sparse) for p in params}
     if len(kinds) != 1 or (first.sparse and len(params) != 1):
         raise PlanError(
@@ -208,6 +214,8 @@ def build_plan(
     _check_order(order, len(specs))
     order = sorted(order, key=lambda param: specs[param].delayed)  # stable: each kind stays in its order
     position = {param: i for i, param in enumerate(order)}
+    # Several are open at a time: layers of two dtypes may take turns, and closing one at every turn would make a bucket of
+    # each parameter.
     open_buckets: dict[tuple[torch.dtype, str, bool], _Filling] = {}
     groups: list[list[int]] = []
     for param in order:
@@ -219,6 +227,7 @@ def build_plan(
         cap = caps.at(filling.num_closed)
         if filling.params and filling.num_bytes + spec.num_bytes > cap:
             if filling.num_bytes < min(spec.num_bytes, cap / 2):
+                # It leaves at once and alone; the few small ones that wait are worth no collective of their own yet.
                 groups.append([param])
                 filling.num_closed += 1
                 continue
@@ -226,6 +235,7 @@ def build_plan(
         filling.params.append(param)
         filling.num_bytes += spec.num_bytes
     groups.extend(filling.close() for filling in open_buckets.values() if filling.params)
+    # A bucket that is full while an earlier one is not has to wait for it, so the order is that of their last parameters.
     groups.sort(key=lambda group: position[group[-1]])
     return BucketPlan(specs, tuple(_bucket(i, group, specs) for i, group in enumerate(groups)), caps)
 
@@ -239,5 +249,6 @@ def plan_of(specs: Sequence[ParamSpec], groups: Sequence[Sequence[int]], caps: B
 def replan(plan: BucketPlan, ready: Sequence[int]) -> BucketPlan:
     """The plan for the observed order `ready`; parameters never seen ready keep their place at the end."""
     seen = set(ready)
+    # Unused so far, on rank 0 at least: in front they would keep the first bucket waiting until backward ends.
     rest = [param for param in plan.order if param not in seen]
     return build_plan(plan.specs, plan.caps, [*ready, *rest])

@@ -66,7 +66,7 @@ def _is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     expected = 1
     for size, step in sorted(zip(shape, stride, strict=True), key=lambda pair: (pair[1], pair[0])):
         if size == 1:
-            continue
+            continue  # whose stride means nothing, and may be any number
         if step != expected:
             return False
         expected *= size
@@ -99,6 +99,7 @@ def specs_of(
     specs = []
     for name, param in named_parameters:
         shape, stride = tuple(param.shape), tuple(param.stride())
+        # In the bucket a gradient has as many elements as its parameter and no gaps, whatever the parameter's memory is.
         if prod(shape) == 0 or not _is_dense(shape, stride):
             stride = _contiguous(shape)
         if param.device not in devices:

@@ -88,11 +88,12 @@ def shard_bounds(numel: int, world: int, rank: int) -> tuple[int, int]:
 
 def _ranges(bucket: Bucket, world: int) -> list[tuple[int, OwnedRange]]:
     """(parameter, owned range) of a bucket cut into shards, in the order of the bucket."""
-    size = max(shard_numel(bucket.numel, world), 1)
+    size = max(shard_numel(bucket.numel, world), 1)  # a bucket of empty parameters alone has shards of nothing
     found = []
     for slot in bucket.slots:
         at, end = slot.offset, slot.offset + slot.numel
         if not slot.numel:
+            # Its state has no elements but it may have a count of steps, which somebody must keep.
             found.append((slot.param, OwnedRange(0, 0, min(at // size, world - 1))))
         while at < end:
             rank = at // size
@@ -105,6 +106,7 @@ def _ranges(bucket: Bucket, world: int) -> list[tuple[int, OwnedRange]]:
 def _cut(param: int, numel: int, start: int, stop: int, max_numel: int | None) -> list[ParamSlice]:
     """The slices of one owned range: an edge, whole units, an edge; what is empty is left out."""
     if start == stop:
+        # An empty parameter is still stepped, by its owner.
         return [ParamSlice(param, start, stop, start, stop)]
     inner_start = min(-(-start // UNIT) * UNIT, stop)
     inner_stop = stop if stop == numel else max(stop // UNIT * UNIT, inner_start)
@@ -151,6 +153,7 @@ def greedy_owners(numels: Sequence[int], world: int) -> tuple[int, ...]:
     """A rank for each parameter: the largest first, each to the rank with the least; ties to the lower number."""
     loads = [0] * world
     owners = [0] * len(numels)
+    # Ties by number: every rank computes this by itself, and all must come to the same.
     for index in sorted(range(len(numels)), key=lambda i: (-numels[i], i)):
         rank = loads.index(min(loads))
         owners[index] = rank
@@ -186,6 +189,7 @@ def reslice(old: Ownership, new: Ownership) -> tuple[Move, ...]:
             source, target = before[i], after[j]
             start, stop = max(source.start, target.start), min(source.stop, target.stop)
             moves.append(Move(param, start, stop, source.rank, target.rank))
+            # Whichever ends here is used up; both, where the two partitions are cut at the same place.
             i += source.stop == stop
             j += target.stop == stop
     return tuple(moves)

@@ -62,17 +62,17 @@ class HierarchicalOperations(Bridge):
         tensor = call.outputs[0]
         root_host, place = self.where[call.root]
         # Only the root's own tensor may change.
-        carried = tensor.clone() if self.is_lead and self.rank != call.root else tensor
+        partial = tensor.clone() if self.is_lead and self.rank != call.root else tensor
 
         def exchange(leads: Leads, limit: timedelta) -> None:
-            leads.reduce(carried, root_host, call.op, limit)
-            scale_in_place(carried, self.scale_left(call) if root_host == self.host else 1.0)
+            leads.reduce(partial, root_host, call.op, limit)
+            scale_in_place(partial, self.scale_left(call) if root_host == self.host else 1.0)
 
         with self.whole_or_broken():
-            self.reduce_to_lead(carried, call)
+            self.reduce_to_lead(partial, call)
             self.between_hosts(exchange, call.timeout)
             if root_host == self.host and place != LEAD:
-                self.hand_over(as_bytes(carried), place, follow_limit(call.timeout))
+                self.hand_over(as_bytes(partial), place, follow_limit(call.timeout))
 
     def _broadcast(self, call: Call) -> None:
         root_host, place = self.where[call.root]
@@ -111,14 +111,14 @@ class HierarchicalOperations(Bridge):
     def _reduce_scatter(self, call: Call) -> None:
         output = call.outputs[0]
         # The lead's is a copy of its own, to be reduced into.
-        carried = torch.cat(list(call.inputs)) if call.whole is None or self.is_lead else call.whole
+        flat = torch.cat(list(call.inputs)) if call.whole is None or self.is_lead else call.whole
         sizes = [piece.numel() for piece in call.inputs]
         ours = [sizes[rank] for rank in self.members]
         empty = output.new_empty(0)
         given = [empty] * len(ours)  # by the lead, in `exchange`; the others give nothing
 
         def exchange(leads: Leads, limit: timedelta) -> None:
-            by_rank = carried.split(sizes)
+            by_rank = flat.split(sizes)
             by_host = [torch.cat([by_rank[rank] for rank in team]) for team in self.teams]
             sources = [torch.empty_like(by_host[self.host]) for _ in self.teams]
             sources[self.host] = by_host[self.host]
@@ -129,7 +129,7 @@ class HierarchicalOperations(Bridge):
             given[:] = total.split(ours)
 
         with self.whole_or_broken():
-            self.reduce_to_lead(carried, call)
+            self.reduce_to_lead(flat, call)
             self.between_hosts(exchange, call.timeout)
             taken = [output if place == LEAD else empty for place in range(len(ours))]
             self.local.run(Call(Verb.ALL_TO_ALL, taken, given, timeout=follow_limit(call.timeout)))
