@@ -195,7 +195,8 @@ def use_in_another_order(rank: int, world: int, made: bool) -> str:
 @pytest.mark.parametrize("made", [False, True], ids=["used", "made"])
 def test_wrappers_of_one_shape_in_another_order_on_one_rank_are_told_apart(made: bool, backend: str) -> None:
     for rank, message in enumerate(run_ranks(2, use_in_another_order, made, backend=backend)):
-        assert message.startswith(f"rank {rank}: step 0")
+        # Shared memory compares buckets; gloo, whose messages must fit together, what is to start.
+        assert message.startswith(f"rank {rank}: step 0" if backend == "phalanx" else f"rank {rank}: the ranks differ")
         assert "wrapper 1" in message and "wrapper 2" in message and "same order on every rank" in message
 
 

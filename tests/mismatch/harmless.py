@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import warnings
 from collections.abc import Callable
@@ -128,6 +129,50 @@ def seeded(world: Odd) -> list[torch.Tensor]:
     return [parameter.detach().clone() for parameter in wrapped.parameters()]
 
 
+class Divided(torch.optim.Optimizer):
+    """One of its own kind, of which the odd rank has the work done by an optimizer inside of it."""
+
+    def __init__(self, params: Any, inner: bool) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.inner = torch.optim.SGD(self.param_groups[0]["params"], lr=0.1) if inner else None
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if self.inner is not None:
+            self.inner.step()
+            return
+        with torch.no_grad():
+            for parameter in self.param_groups[0]["params"]:
+                parameter.add_(parameter.grad, alpha=-0.1)
+
+
+def steps_inside_steps(world: Odd) -> list[torch.Tensor]:
+    """And before that a step by which nothing changes, as checkpoints make one for an optimizer without state."""
+    wrapped = wrap()
+    if world.odd:
+        for parameter in wrapped.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        torch.optim.SGD(wrapped.parameters(), lr=0.0).step()
+    optimizer = Divided(wrapped.parameters(), world.odd)
+    for _ in range(_STEPS):
+        optimizer.zero_grad()
+        wrapped(_inputs(world)).sum().backward()
+        optimizer.step()
+    return [parameter.detach().clone() for parameter in wrapped.parameters()]
+
+
+def after_uneven_inputs(world: Odd) -> list[torch.Tensor]:
+    """A rank that has joined makes no steps of its own; in the epoch after that all do again."""
+    wrapped = wrap()
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+    for context, num_batches in ((wrapped.join(), world.pick(_STEPS, 1)), (contextlib.nullcontext(), _STEPS)):
+        with context:
+            for _ in range(num_batches):
+                optimizer.zero_grad()
+                wrapped(_inputs(world)).sum().backward()
+                optimizer.step()
+    return [parameter.detach().clone() for parameter in wrapped.parameters()]
+
+
 ROWS: dict[str, Callable[[Odd], list[torch.Tensor]]] = {
     "compiled": trains(compiled),
     "default dtype": trains(another_default),
@@ -141,6 +186,8 @@ ROWS: dict[str, Callable[[Odd], list[torch.Tensor]]] = {
     "evaluation mode": trains(forward=evaluated),
     "kept checkpoints": kept,
     "seeds": seeded,
+    "a step inside a step": steps_inside_steps,
+    "uneven inputs": after_uneven_inputs,
 }
 
 

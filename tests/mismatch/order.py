@@ -122,6 +122,26 @@ def once_more(what: str) -> Row:
     return row
 
 
+def plainly(num_backwards: int, num_steps: int) -> Row:
+    """The odd rank makes so many backwards and steps of a plain optimizer, of which the others make one each."""
+
+    def row(world: Odd) -> None:
+        wrapped = wrap()
+        optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+        for _ in range(3):
+            backward(wrapped)
+            optimizer.step()
+        for _ in range(world.pick(1, num_backwards)):
+            backward(wrapped)
+        for _ in range(world.pick(1, num_steps)):
+            optimizer.step()
+        world.settled(wrapped)
+        backward(wrapped)
+        _exchange(world).barrier()
+
+    return row
+
+
 def forward_once_more(world: Odd) -> None:
     """Without a backward: only its buffers are synchronised."""
     wrapped = phalanx.DistributedDataParallel(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8)))
@@ -148,21 +168,24 @@ def buffer_added_later(world: Odd) -> None:
 
 
 # On gloo a collective stays under way until its time limit.
-PASSED_BY = {"optimizers of other sizes", "wrappers of other sizes", "no_sync once", "backward once more", "step once more"}
-PASSED_BY |= {"step left out", "no_sync once, sharded", "forward once more", "buffer added later"}
-# The shards of a rank that came first are updated when their gather waits in vain.
-APPLIED = {"optimizers of other sizes", "backward once more", "step left out"}
+PASSED_BY = {"wrappers of other sizes", "no_sync once, sharded", "backward once more"}
+PASSED_BY |= {"step once more", "step left out", "forward once more", "buffer added later"}
+
+_STEPS = "number of optimizer steps since the last averaged backward is 1 on rank 0, 2, "
 
 ROWS: dict[str, tuple[Row, str]] = {
-    "optimizers of other sizes": (sizes_in_another_order, "all_gather of"),
+    "optimizers of other sizes": (sizes_in_another_order, "parameter 0 is '0.weight' on rank 0, 2, 'weight' on rank 1"),
     "wrappers of other sizes": (wrappers_in_another_order, "all_reduce of"),
-    "no_sync once": (unsynchronised, "barrier"),
+    "no_sync once": (unsynchronised, _STEPS + "2 on rank 1"),
     "no_sync once, sharded": (unsynchronised_and_sharded, "without a backward that was reduced"),
     "no_sync at the first": (never_synchronised, ""),
     "order of loaders": (loaders_in_another_order, ""),
-    "backward once more": (once_more("backward"), "all_gather of"),
+    "backward once more": (once_more("backward"), "agreeing on the settings of ZeroRedundancyOptimizer"),
     "step once more": (once_more("step"), "without a backward that was reduced since the last step()"),
-    "step left out": (once_more("no step"), "all_gather of"),
+    "step left out": (once_more("no step"), "agreeing on the settings of ZeroRedundancyOptimizer"),
+    "a plain step more": (plainly(1, 2), _STEPS + "2 on rank 1"),
+    "a plain step less": (plainly(1, 0), _STEPS + "0 on rank 1"),
+    "a backward more before a plain step": (plainly(2, 1), _STEPS + "0 on rank 1"),
     "forward once more": (forward_once_more, "broadcast of 128 x uint8"),
     "buffer added later": (buffer_added_later, "this rank has 2 tensors of 32 bytes together, rank 0 has 1 of 12"),
 }

@@ -257,13 +257,7 @@ def added_group(world: Odd) -> None:
     optimizer.add_param_group({"params": list(wrapped.parameters())[4:], "lr": world.pick(0.1, 0.2)})
 
 
-# Changed by one rank alone between backward and step: the others learn of it while they gather, and step() raises.
-AFTER_BACKWARD = {
-    "lr changed before step",
-    "state loaded before step",
-    "lr changed, no wrapper",
-    "state loaded, no wrapper",
-}
+_OTHER_LR = "lr of group 0 is 0.1 on rank 0, 2, 0.01 on rank 1"
 
 ROWS: dict[str, tuple[Row, str]] = {
     "views": (argument("gradient_as_bucket_view", False, True), "gradient_as_bucket_view"),
@@ -308,7 +302,7 @@ ROWS: dict[str, tuple[Row, str]] = {
     "order, without names": (order_without_names, "parameter 0 has the values of parameter 2 of rank 0"),
     "frozen when made": (frozen_when_made, "frozen"),
     "number of parameters": (made_of(lambda p: p, lambda p: p[:4]), "size of group 0"),
-    "lr changed": (changed(set_option("lr", 0.01)), "lr of group 0 is 0.1 on rank 0, 2, 0.01 on rank 1"),
+    "lr changed": (changed(set_option("lr", 0.01)), _OTHER_LR),
     "lr changed, overlapped": (changed(set_option("lr", 0.01), overlap_with_ddp=True), "lr of group 0"),
     "lr changed, overlapped, step apart": (
         changed(set_option("lr", 0.01), overlap_with_ddp=True, step_in_backward=False),
@@ -316,13 +310,22 @@ ROWS: dict[str, tuple[Row, str]] = {
     ),
     "lr changed, whole parameters": (changed(set_option("lr", 0.01), partition="parameter"), "lr of group 0"),
     "betas changed": (changed(set_option("betas", (0.5, 0.9))), "betas of group 0"),
-    "lr changed before step": (changed(set_option("lr", 0.01), "before step"), "lr of group 0 from 0.1 to 0.01"),
+    "lr changed before step": (changed(set_option("lr", 0.01), "before step"), _OTHER_LR),
+    "lr changed before step, stage 2": (
+        changed(set_option("lr", 0.01), "before step", stage=2, overlap_with_ddp=True, step_in_backward=False),
+        _OTHER_LR,
+    ),
+    "lr changed before step, whole parameters": (
+        changed(set_option("lr", 0.01), "before step", partition="parameter"),
+        _OTHER_LR,
+    ),
     "state loaded": (changed(load_a_state), "loaded states"),
     "state loaded before step": (changed(load_a_state, "before step"), "loaded states"),
-    "lr changed, no wrapper": (alone(set_option("lr", 0.01)), "lr of group 0 from 0.1 to 0.01"),
+    "lr changed, no wrapper": (alone(set_option("lr", 0.01)), _OTHER_LR),
     "state loaded, no wrapper": (alone(load_a_state), "loaded states"),
     "limit of the norm": (clipped((1e-3,), (1e-4,)), "limits of clip_grad_norm_"),
     "kind of norm": (clipped((1e-3, 2.0), (1e-3, 1.0)), "limits of clip_grad_norm_"),
+    "not clipped": (clipped((1e-3,), None), "clip_grad_norm_"),
     "limit of the norm, overlapped": (
         clipped((1e-3,), (1e-4,), overlap_with_ddp=True, step_in_backward=False),
         "max_norm",

@@ -141,6 +141,7 @@ def test_each_optimizer() -> None:
     on_ranks([case.name for case in ELEMENTWISE], [2], overlapped=True)
 
 
+@pytest.mark.thorough  # the fuzzer draws whole parameters on one to four ranks
 @overlapping
 def test_whole_parameters_on_one_and_four_ranks(overlapped: bool) -> None:
     """Whose optimizer need not act element by element: a few of those that can be compared say as much as all."""
@@ -155,7 +156,8 @@ def test_each_optimizer_on_one_to_four_ranks(overlapped: bool, partition: str) -
 
 
 @overlapping
-@pytest.mark.parametrize("sizes", [[2], pytest.param([3, 2], marks=pytest.mark.thorough)], ids=str)
+@pytest.mark.thorough  # the fuzzer crosses optimizers with parameters in buckets
+@pytest.mark.parametrize("sizes", [[2], [3, 2]], ids=str)
 def test_each_variant_through_shared_memory_with_parameters_in_buckets(overlapped: bool, sizes: list[int]) -> None:
     mode = {"overlapped": overlapped, "parameters_as_bucket_view": True}
     names, world = [case.name for case in VARIANTS], max(sizes)

@@ -9,7 +9,7 @@ import torch
 from torch import nn, optim
 
 import phalanx
-from phalanx.errors import ConfigError
+from phalanx.errors import ConfigError, MismatchError
 from phalanx.zero import ZeroRedundancyOptimizer
 from phalanx.zero.clipping import clip_shards
 from tests.cluster import run_ranks
@@ -54,6 +54,21 @@ def test_clipping_by_the_norm_over_all_ranks(norm_type: float, backend: str) -> 
         for norms, values in results[1:]:
             assert norms == results[0][0]
             assert all(map(torch.equal, values, results[0][1]))
+
+
+def clip_apart(rank: int, world: int) -> bool:
+    model = Given(((70,), (13, 10)))
+    zero = ZeroRedundancyOptimizer(model.parameters(), optim.SGD, lr=0.01)
+    set_gradients(list(model.parameters()), mean_gradients(model, 0))
+    before = [param.grad.clone() for param in model.parameters()]  # type: ignore[union-attr]
+    with pytest.raises(MismatchError, match="limits of clip_grad_norm_"):
+        zero.clip_grad_norm_(1e-3 if rank else 1e-4)
+    return all(torch.equal(param.grad, old) for param, old in zip(model.parameters(), before, strict=True))  # type: ignore[arg-type]
+
+
+def test_other_limits_are_refused_where_whole_gradients_are_clipped() -> None:
+    """Not only in the step that follows: what each rank reads off its gradients in between would differ."""
+    assert run_ranks(2, clip_apart, backend="gloo") == [True, True]
 
 
 def test_the_norm_of_order_0_is_torchs_where_gradients_are_whole() -> None:

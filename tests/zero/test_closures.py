@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from torch import nn, optim
 from torch.distributed.algorithms.join import Join
 
@@ -180,3 +182,29 @@ def join_with_closures(rank: int, world: int) -> list[Any]:
 def test_a_joined_rank_follows_steps_with_closures(backend: str) -> None:
     first, second = run_ranks(2, join_with_closures, backend=backend)
     assert first == second
+
+
+def look_late(rank: int, world: int) -> bool:
+    torch.manual_seed(0)
+    model = nn.Linear(64, 64)
+    zero = ZeroRedundancyOptimizer(model.parameters(), optim.SGD, shared_parameters=True, lr=0.1)
+    ddp = phalanx.DistributedDataParallel(model)
+    unchanged = []
+
+    def closure() -> float:
+        zero.zero_grad()
+        ddp(torch.ones(2, 64)).sum().backward()
+        before = model.weight.detach().clone()
+        if rank == 1:
+            time.sleep(0.3)  # the other rank has its gradients, and would step by them meanwhile
+        unchanged.append(torch.equal(model.weight, before))
+        return 1.0
+
+    for _ in range(2):
+        zero.step(closure)
+    return all(unchanged)
+
+
+def test_shared_parameters_stay_as_they_are_while_another_rank_evaluates() -> None:
+    """With a closure nobody votes on the step, so that nothing else holds back the rank that is first."""
+    assert run_ranks(2, look_late, backend="phalanx") == [True, True]

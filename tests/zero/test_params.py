@@ -9,6 +9,7 @@ import torch
 from torch import nn, optim
 
 import phalanx
+from phalanx.errors import MismatchError
 from phalanx.zero import ZeroRedundancyOptimizer
 from tests.cluster import run_ranks
 from tests.zero.cases import Given
@@ -84,6 +85,11 @@ def mistakes_with_ddp(rank: int, world: int) -> None:
     zero = ZeroRedundancyOptimizer(model.parameters(), optim.Adam, overlap_with_ddp=True, lr=0.1)
     with pytest.raises(ValueError, match=r"no phalanx\.DistributedDataParallel wraps"):
         zero.step()
+    apart = ZeroRedundancyOptimizer(
+        Given(((70,),)).parameters(), optim.Adam, overlap_with_ddp=True, step_in_backward=False, lr=0.1
+    )
+    with pytest.raises(ValueError, match=r"no phalanx\.DistributedDataParallel wraps"):
+        apart.step()
     wrapped = phalanx.DistributedDataParallel(model)
     second = ZeroRedundancyOptimizer(model.parameters(), optim.Adam, overlap_with_ddp=True, lr=0.1)
     with pytest.raises(ValueError, match="another optimizer has been made"):
@@ -124,11 +130,27 @@ def mistakes_with_ddp(rank: int, world: int) -> None:
     keep = phalanx.DistributedDataParallel(viewed, gradient_as_bucket_view=True)
     with pytest.raises(ValueError, match="stage=2 frees gradients"):
         ZeroRedundancyOptimizer(viewed.parameters(), optim.SGD, overlap_with_ddp=True, stage=2, lr=0.1)
+    applied = Given(((70,), (6,)))
+    keep = phalanx.optim.apply_in_backward(optim.SGD, applied.parameters(), lr=0.1), phalanx.DistributedDataParallel(applied)
+    with pytest.raises(ValueError, match="that apply_in_backward steps there already"):
+        ZeroRedundancyOptimizer(applied.parameters(), optim.SGD, overlap_with_ddp=True, lr=0.1)
     del keep
 
 
 def test_mistakes_with_the_wrapper_are_named() -> None:
     run_ranks(2, mistakes_with_ddp)
+
+
+def refused_by_one_rank(rank: int, world: int) -> None:
+    """Muon takes matrices only. The other parameter is with rank 1, as is the error of the class."""
+    params = [nn.Parameter(torch.ones(20, 20)), nn.Parameter(torch.ones(3))]
+    with pytest.raises(ValueError if rank == 1 else MismatchError, match="Muon only supports 2D parameters"):
+        ZeroRedundancyOptimizer(params, optim.Muon, lr=0.1)
+    ZeroRedundancyOptimizer(params[:1], optim.Muon, lr=0.1).step()
+
+
+def test_a_parameter_that_the_class_of_one_rank_refuses() -> None:
+    run_ranks(2, refused_by_one_rank)
 
 
 def sparse_with_whole_parameters(rank: int, world: int) -> bool:

@@ -16,7 +16,7 @@ from torch import optim
 
 import phalanx
 from phalanx.errors import StateError
-from phalanx.zero import ZeroRedundancyOptimizer
+from phalanx.zero import ZeroRedundancyOptimizer, elementwise
 from phalanx.zero.state import transfer
 from tests.cluster import run_ranks
 from tests.zero.cases import Given, differing, mean_gradients, own_gradients, sample, set_gradients
@@ -355,3 +355,55 @@ def begin_anew(rank: int, world: int, overlapped: bool) -> list[list[int]]:
 @pytest.mark.parametrize("overlapped", [False, True], ids=["alone", "overlapped"])
 def test_a_state_that_is_emptied_begins_anew(overlapped: bool) -> None:
     assert run_ranks(2, begin_anew, overlapped) == [[[]] * 6] * 2
+
+
+class Counting(optim.SGD):
+    """Counts steps in a state that belongs to no parameter."""
+
+    def step(self, closure: Any = None) -> Any:
+        self.state["count"] = self.state["count"] + 1 if "count" in self.state else 1  # type: ignore[index, operator]
+        return super().step(closure)
+
+
+def keep_state_of_no_parameter(rank: int, world: int) -> None:
+    _, zero = trained(2, Counting)
+    for use in (zero.consolidate_state_dict, zero.sharded_state_dict):
+        with pytest.raises(StateError, match="keeps 'count' in its state, which belongs to no parameter"):
+            use()
+
+
+def test_a_state_of_no_parameter_is_not_lost_in_silence() -> None:
+    run_ranks(2, keep_state_of_no_parameter)
+
+
+@elementwise
+class Late(optim.SGD):
+    """Remembers gradients from the second step of a parameter on."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for param in self.param_groups[0]["params"]:
+            if param.grad is not None:
+                state = self.state[param]
+                if "steps" in state:
+                    state["last"] = param.grad.clone()
+                state["steps"] = 1
+                param.sub_(param.grad, alpha=self.param_groups[0]["lr"])
+
+
+def reload_keys_of_parameters(rank: int, world: int) -> Any:
+    model, zero = trained(1, Late)
+    params = list(model.parameters())
+    set_gradients(params, mean_gradients(model, 1))
+    params[0].grad = None
+    zero.step()
+    saved = []
+    for to in range(world):
+        zero.consolidate_state_dict(to)
+        saved += [zero.state_dict()] if to == rank else []
+    zero.load_state_dict(saved[0])
+    return ["last" in saved[0]["state"][number] for number in range(2)]
+
+
+def test_parameters_of_a_class_of_ones_own_may_have_different_states() -> None:
+    assert run_ranks(2, reload_keys_of_parameters) == [[False, True]] * 2

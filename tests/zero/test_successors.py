@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -137,3 +137,121 @@ def renewed(rank: int, world: int, options: dict[str, Any], keeps_old: bool) -> 
 @pytest.mark.parametrize("keeps_old", [False, True], ids=["old one dropped", "old one kept"])
 def test_zeroed_gradients_of_one_optimizer_are_zeros_to_the_next(options: dict[str, Any], keeps_old: bool) -> None:
     run_ranks(2, renewed, options, keeps_old)
+
+
+def use_the_first_wrapper(rank: int, world: int, options: dict[str, Any]) -> None:
+    model, alone, wrapped, zero = trained(3, options)
+    latest = phalanx.DistributedDataParallel(model, bucket_cap_mb=0.001)
+    zero.zero_grad()
+    with pytest.raises(RuntimeError, match="this wrapper was left by its ZeroRedundancyOptimizer"):
+        loss(wrapped).backward()
+    zero.zero_grad()
+    loss(latest).backward()
+    zero.step()
+    step_alone(alone)
+    assert_alike(model, alone)
+    # Whom nobody needs any more, nobody refuses.
+    zero.let_go()
+    model.zero_grad()
+    loss(wrapped).backward()
+    for param in model.parameters():
+        assert param.grad is not None
+
+
+@ways
+def test_a_wrapper_that_was_left_for_a_later_one_is_not_trained_with(options: dict[str, Any]) -> None:
+    run_ranks(2, use_the_first_wrapper, options)
+
+
+def use_an_earlier_optimizer(rank: int, world: int) -> None:
+    """Which still has the slices of its last backward, by which it would step."""
+    model, alone, wrapped, zero = trained(0, {"step_in_backward": False})
+    for _ in range(2):
+        zero.zero_grad()
+        loss(wrapped).backward()
+        zero.step()
+        step_alone(alone)
+    latest = phalanx.ZeroRedundancyOptimizer(
+        model.parameters(), optim.SGD, overlap_with_ddp=True, lr=0.1, step_in_backward=False
+    )
+    zero.zero_grad()
+    loss(wrapped).backward()
+    with pytest.raises(ValueError, match="another optimizer has been made"):
+        zero.step()
+    latest.step()
+    step_alone(alone)
+    assert_alike(model, alone)
+
+
+def test_an_optimizer_whose_wrapper_works_for_another_one_does_not_step() -> None:
+    run_ranks(2, use_an_earlier_optimizer)
+
+
+def change_used_gradients(rank: int, world: int, options: dict[str, Any]) -> None:
+    changes: list[Callable[[nn.Module], Any]] = [
+        lambda model: [param.grad.add_(torch.ones_like(param)) for param in model.parameters()],  # type: ignore[union-attr]
+        lambda model: [setattr(param, "grad", torch.ones_like(param)) for param in model.parameters()],
+    ]
+    for change in changes:
+        model, alone, wrapped, zero = trained(2, options)
+        zero.zero_grad()
+        loss(wrapped).backward()
+        change(model)
+        with pytest.raises(RuntimeError, match="was changed after backward had made the step"):
+            zero.step()
+        step_alone(alone)
+        assert_alike(model, alone)
+
+
+@pytest.mark.parametrize("options", [{}, {"partition": "parameter"}], ids=["element", "parameter"])
+def test_a_gradient_changed_after_it_made_an_update_is_not_ignored(options: dict[str, Any]) -> None:
+    run_ranks(2, change_used_gradients, options)
+
+
+def add_to_markers(rank: int, world: int) -> None:
+    model, _, wrapped, _zero = trained(0, {"step_in_backward": False})
+    loss(wrapped).backward()
+    param = next(model.parameters())
+    adds: list[Callable[[Any], Any]] = [
+        lambda grad: grad.add_(param.detach(), alpha=0.1),
+        lambda grad: grad.add_(0.1),
+        lambda grad: grad.add_(param[0, 0]),
+    ]
+    for add in adds:
+        with torch.no_grad(), pytest.raises(RuntimeError, match="each rank has only its own slice"):
+            add(param.grad)
+
+
+def test_to_a_scattered_gradient_only_whole_gradients_are_added() -> None:
+    run_ranks(2, add_to_markers)
+
+
+def change_gradients_amid_backward(rank: int, world: int, options: dict[str, Any], change: Callable[[Any], Any]) -> None:
+    model, _, wrapped, zero = trained(2, options)
+
+    def hook(optimizer: Any, args: Any, kwargs: Any) -> None:
+        for param in model.parameters():
+            change(param)
+
+    zero.register_step_pre_hook(hook)
+    before = [param.detach().clone() for param in model.parameters()]
+    zero.zero_grad()
+    with pytest.raises(RuntimeError, match="step_in_backward=False"):
+        loss(wrapped).backward()
+    for param, old in zip(model.parameters(), before, strict=True):
+        assert torch.equal(param, old)
+
+
+def halve(param: torch.Tensor) -> None:
+    if param.grad is not None:
+        param.grad.mul_(0.5)
+
+
+def free(param: torch.Tensor) -> None:
+    param.grad = None
+
+
+@pytest.mark.parametrize("options", WAYS[:2], ids=["element", "stage 2"])
+@pytest.mark.parametrize("change", [halve, free])
+def test_a_step_hook_that_changes_gradients_amid_backward_is_told(options: dict[str, Any], change: Any) -> None:
+    run_ranks(2, change_gradients_amid_backward, options, change)

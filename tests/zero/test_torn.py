@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -39,20 +40,26 @@ def check_told(zero: ZeroRedundancyOptimizer) -> None:
             use()
 
 
-def call_another(rank: int, world: int, partition: str) -> None:
-    """Rank 1 calls something else when rank 0 has stepped its part and sends it."""
-    _, zero = made(partition=partition)
+def call_another(rank: int, world: int, partition: str, closure: Callable[[], float] | None) -> list[int]:
+    """Rank 1 calls something else when rank 0 makes a step. With a closure nobody votes, and it has stepped its part."""
+    model, zero = made(partition=partition)
+    before = sample(model)
     with pytest.raises((PhalanxError, RuntimeError)):
-        zero.step() if rank == 0 else dist.all_reduce(torch.ones(7))
-    if rank == 0:
+        zero.step(closure) if rank == 0 else dist.all_reduce(torch.ones(7))
+    if rank == 0 and closure is not None:
         check_told(zero)
-    else:
-        assert not zero.is_torn  # of which the others will hear when they meet
+        return []
+    assert not zero.is_torn  # of which the others will hear when they meet
+    return differing(model, before)
+
+
+def test_a_rank_whose_step_met_another_collective_says_so_afterwards() -> None:
+    run_ranks(2, call_another, "element", float, backend="phalanx")
 
 
 @partitions
-def test_a_rank_whose_step_met_another_collective_says_so_afterwards(partition: str) -> None:
-    run_ranks(2, call_another, partition, backend="phalanx")
+def test_a_step_that_others_do_not_make_changes_nothing(partition: str) -> None:
+    assert run_ranks(2, call_another, partition, None, backend="phalanx") == [[], []]
 
 
 def raise_midway(rank: int, world: int, partition: str) -> None:

@@ -38,7 +38,8 @@ from .features.in_backward import adopt
 from .features.join import JoinedTraining, announce_reduction, common_rank
 from .features.nonfinite import NonFinite
 from .features.precision import LowPrecision, MixedPrecision
-from .features.settings import CarriedSettings
+from .features.settings import TailSettings
+from .features.steps import StepCount
 from .frames import call, hides_from_dynamo, report_uncompiled, transparent, untraced
 from .like_torch.base import TorchBase
 from .like_torch.steps import REFUSED_ATTRIBUTES
@@ -189,7 +190,8 @@ class DistributedDataParallel(TorchBase):
         self.reducer = Reducer([p for _, p in self._trained], self._first_plan, self.collectives, options, self._number)
         self.timeline = Timeline(self.reducer)
         self.first_inputs = FirstInputs()
-        self.reducer.listeners += [self.timeline, *notices(self, self.first_inputs), CarriedSettings(self.reducer)]
+        settings = TailSettings(self.reducer, StepCount(self))
+        self.reducer.listeners += [self.timeline, *notices(self, self.first_inputs), settings]
         if self._low is not None:
             self.reducer.listeners.append(self._low)
         if self.on_nonfinite is not None and self.on_nonfinite != "ignore":

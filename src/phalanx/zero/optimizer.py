@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -105,11 +106,11 @@ class ZeroRedundancyOptimizer(ShowsState, torch.optim.Optimizer, Joinable):
         if placement is Placement.SHARED or asked.overlaps:
             refuse_other_steps(ZeroRedundancyOptimizer)
         self._settings = CommonSettings(self, collectives)
-        name = f"{self.optimizer_class.__module__}.{self.optimizer_class.__qualname__}"
+        name = f"{(kind := self.optimizer_class).__module__}.{kind.__qualname__}"
         self._settings.agree_on_all({"optimizer_class": name, **asked.in_words(choice)})
-        groups = self.param_groups
-        self._sharded = ShardedOptimizer(self.optimizer_class, defaults, groups, choice, collectives, placement)
-        self._sharded.local.agree_on_due = self._settings.agree_on_due
+        self._sharded = ShardedOptimizer(kind, defaults, self.param_groups, choice, collectives, placement)
+        (local := self._sharded.local).agree_on_due = self._settings.agree_on_due
+        local.await_others = self._settings.await_others
         # Schedulers look here for options that were left at their default.
         self.defaults = {**self.optim.defaults}
         self._consolidated: dict[int, Any] | None = None
@@ -119,7 +120,9 @@ class ZeroRedundancyOptimizer(ShowsState, torch.optim.Optimizer, Joinable):
         self.initialized = True
         # Last: joining a wrapper that exists already calls back into this object.
         if asked.overlaps:
-            self._overlap = Overlap(self._sharded, self.stage, asked.steps_in_backward, self._begin_update, self._end_update)
+            has_hooks = partial(step_hooks.are_there, self)
+            steps = asked.steps_in_backward
+            self._overlap = Overlap(self._sharded, self.stage, steps, has_hooks, self._begin_update, self._end_update)
 
     def renew(self, process_group: dist.ProcessGroup | None = None) -> None:
         """Go on over another group, without the state, which whoever calls it loads. Every rank of that group calls it.
@@ -204,7 +207,7 @@ class ZeroRedundancyOptimizer(ShowsState, torch.optim.Optimizer, Joinable):
             closure = self._followed_by_options(closure)
             sharded.take_options(self.param_groups)  # some classes read options before they evaluate (LBFGS)
         else:
-            self._take_options()
+            self._take_options(votes=True)
         try:
             if self._overlap is None:
                 result = sharded.step(closure, kwargs)
@@ -223,9 +226,9 @@ class ZeroRedundancyOptimizer(ShowsState, torch.optim.Optimizer, Joinable):
             self.zero_grad()
         return result
 
-    def _take_options(self) -> None:
+    def _take_options(self, votes: bool = False) -> None:
         """Have the local optimizer step by the options that the user sees, and has edited, once all ranks have the same."""
-        self._settings.check(self._is_shadowing, uses_means=self._overlap is None)
+        self._settings.check(self._is_shadowing, uses_means=self._overlap is None, votes=votes)
         # Schedulers edit the groups that the user sees; the local optimizer has groups of its own.
         self._sharded.take_options(self.param_groups)
 
@@ -259,10 +262,7 @@ class ZeroRedundancyOptimizer(ShowsState, torch.optim.Optimizer, Joinable):
         self._sharded.refuse_torn()
         # Before looking whether there was an update: the closure runs the backward that makes it.
         loss = evaluate(closure)
-        if overlap.reducer and not self._sharded.update.confirm():
-            overlap.refuse_unreduced()
-            overlap.refuse_used()
-        elif changed := self._settings.changed_since_update():
+        if overlap.confirm() and (changed := self._settings.changed_since_update()):
             raise ConfigError(
                 f"rank {self.rank}: {changed}: too late for this step(), since backward had made the step by then. Change "
                 "options before backward or after step(), or make the optimizer with step_in_backward=False."

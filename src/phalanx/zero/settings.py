@@ -2,12 +2,13 @@
 
     made, or given a group      all of it, with class, groups and parameters: by an agreement, before anything is divided
     in each backward            what may change, as a few bits in the tail of the wrapper that reduces the parameters
-    in `step`                   only if something has changed since it was last known to be equal, or the wrapper has
-                                reduced nothing since the last step: by an agreement
+    in `step`                   a number made of it, as a vote: nothing is updated before all ranks have cast the same. With
+                                a closure, and on a device: by an agreement, only if something has changed since it was last
+                                known to be equal, or the wrapper has reduced nothing since the last step
     under join                  before both, ranks that have joined take over what the others have (`join.FollowedOptions`)
 
-So a step costs no collective more where a wrapper is known, or where nothing changes. A rank that changed something alone
-is found out before any rank has applied the step, or by the agreement to which the others do not come.
+A rank that changed something alone, or that does something else while the others step, is found out before any rank has
+applied the step; where nobody votes, by the agreement to which the others do not come.
 Must not know of partitions.
 """
 
@@ -18,12 +19,14 @@ import math
 import weakref
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ..comm.collectives import Collectives
 from ..comm.crossed import refuse_crossed
+from ..comm.failure.agreement import agreeing_on
 from ..comm.memory.copies import as_memory
 from ..ddp.features.drift import gather_digests
 from ..ddp.features.settings import carry
@@ -34,6 +37,7 @@ from .join import Attendance, FollowedOptions
 
 _OCCASION = "the settings of ZeroRedundancyOptimizer"
 _UNREDUCED = "step() without a backward that was reduced since the last step()"
+_VOTE_BITS = 24  # the square of such a number, summed over ranks, is exact in double precision
 _SIMPLE = (bool, int, float, complex, str, type(None))
 
 Values = tuple[Any, ...]
@@ -41,6 +45,14 @@ Values = tuple[Any, ...]
 # How many steps the optimizers of a group have made. Gathers of two optimizers of the same shapes look alike, so that one
 # that is stepped in place of the other mixes up their parameters without a word; its place among all steps tells.
 _num_steps: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True, slots=True)
+class _Vote:
+    """What this rank says of the step that it is about to make."""
+
+    occasion: str
+    where: str  # in words, for who waits there for others
 
 
 class CommonSettings:
@@ -62,9 +74,11 @@ class CommonSettings:
         self._told: Values = ()
         self._numbered: tuple[Values, int] = ((), 0)  # the values told last, and the number made of them
         self._equal: Values | None = None  # what was last known to be equal on all ranks
-        self._is_carried = False  # whether a wrapper tells it
+        self._rides_in_tail = False  # whether a wrapper tells it
         self._is_reduced = False  # whether one has reduced gradients since the last step
         self._used: Values = ()  # what the last update was made by, where backward steps
+        self._vote: _Vote | None = None  # of the step under way, until its update begins
+        self._votes = _params(optimizer)[0].device.type == "cpu"  # on a device the host would have to wait for the result
         self.params = frozenset(map(id, _params(optimizer)))
         self._followed = FollowedOptions(collectives, _params(optimizer)[0].device)
         self._attendance = Attendance.ALL
@@ -91,23 +105,41 @@ class CommonSettings:
 
     # -- before a step -------------------------------------------------------------------------
 
-    def check(self, joined: bool, uses_means: bool = True) -> None:
-        """Before a step: raise on every rank if settings differ that have changed since they were last compared.
+    def check(self, joined: bool, uses_means: bool = True, votes: bool = False) -> None:
+        """Before a step: raise on every rank if settings differ, here or, with `votes`, in `await_others`, which follows.
 
         With `uses_means` it is a step by `.grad`. Where a wrapper reduces the parameters and has not since the last step, it
         may be one that this rank makes alone: once more than the others, or by gradients of `no_sync()`.
         """
         if self._collectives.world == 1:
             return
+        self._vote = None  # of a step that was refused before its update began
         self.prepare(joined)
         self._read()
-        is_new = self._is_reduced or not (uses_means and self._is_carried) or self._attendance is not Attendance.ALL
-        if self._values != self._equal or not is_new:
-            changed = self._changed(self._equal or ())
-            # In the occasion itself, which is what is said of a rank that others meet elsewhere.
-            occasion = _OCCASION if is_new else f"{_OCCASION}, at a {_UNREDUCED}"
-            self._collectives.agree(occasion, self.settings(), f"changed here: {changed}" if changed else "")
+        is_alone = self._attendance is Attendance.ALL and uses_means and self._rides_in_tail and not self._is_reduced
+        # In the occasion itself, which is what is said of a rank that others meet elsewhere.
+        occasion = f"{_OCCASION}, at a {_UNREDUCED}" if is_alone else _OCCASION
+        changed = "" if self._values == self._equal else f"changed here: {self._changed(self._equal or ())}"
+        if votes and self._votes and self._attendance is Attendance.ALL:
+            self._vote = _Vote(occasion, agreeing_on(occasion, changed))
+        elif changed or is_alone:
+            self._collectives.agree(occasion, self.settings(), changed)
             self._equal = self._values
+
+    def await_others(self) -> None:
+        """Before the first parameter is changed: return when every rank makes the same step, by the same settings."""
+        vote, self._vote = self._vote, None
+        if vote is None:
+            return
+        number, world = float(self._number(vote.occasion) & (1 << _VOTE_BITS) - 1), self._collectives.world
+        # Summed over the ranks, these are `world` times one's own exactly if all have said the same.
+        sums = torch.tensor((number, number * number), dtype=torch.float64)
+        # By its name: whoever finds the others elsewhere is to say what it is at, not how many numbers it sends.
+        self._collectives.comes_to(vote.occasion)
+        self._collectives.all_reduce_now(sums, vote.where)
+        if sums.tolist() != [world * number, world * number * number]:
+            self._collectives.agree(_OCCASION, {**self.settings(), "step": vote.occasion})  # which names what differs
+        self._equal = self._values
 
     def _changed(self, earlier: Values) -> str:
         before, now = self._in_words(earlier), self._in_words(self._values)
@@ -173,11 +205,14 @@ class CommonSettings:
         """A number made of the settings as they are now."""
         self._read()
         self._told = self._values
+        return self._number()
+
+    def _number(self, occasion: str = "") -> int:
         if self._values != self._numbered[0]:
             self._numbered = (self._values, zlib.crc32(repr(self._values).encode()))
         # What was done besides: a rank that did not clip has the limits of its last clip, as the others do.
         done = (self._numbered[1], self._num_clips, *self._steps)
-        return zlib.crc32(b"%d %d %d %d" % done)
+        return zlib.crc32(b"%d %d %d %d" % done + occasion.encode())
 
     def all_have(self, told: int) -> None:
         """All ranks have told the same."""
@@ -209,7 +244,7 @@ class CommonSettings:
         if optimizer is not None:
             self._name_params(optimizer)
         carry(reducer, self)
-        self._is_carried = True
+        self._rides_in_tail = True
 
     def _name_params(self, optimizer: torch.optim.Optimizer) -> None:
         if self._name_of:

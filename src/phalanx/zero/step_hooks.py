@@ -11,6 +11,14 @@ from typing import Any
 import torch
 from torch.optim import optimizer as torch_optimizer
 
+_PACKAGE = __name__.partition(".")[0]
+
+
+def are_there(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether hooks of users run before a step. Ours only look, and are there in every program."""
+    hooks = chain(torch_optimizer._global_optimizer_pre_hooks.values(), optimizer._optimizer_step_pre_hooks.values())
+    return any(not str(getattr(hook, "__module__", "")).startswith(f"{_PACKAGE}.") for hook in hooks)
+
 
 def before(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run what is to run before a step; returns the arguments, as the hooks may have replaced them."""

@@ -88,7 +88,8 @@ def agreeing_on(occasion: str, changed: str) -> str:
 
 def disagreement(me: str, texts: Sequence[bytes], ranks: Sequence[int]) -> MismatchError:
     """The error for settings that differ; the same on every rank but for its beginning."""
-    return MismatchError(f"{me}: {differences(texts, ranks)}. Give every rank the same arguments, at the same point.")
+    remedy = "Give every rank the same arguments, and do things in the same order on every rank."
+    return MismatchError(f"{me}: {differences(texts, ranks)}. {remedy}")
 
 
 def _in_words(kind: Kind, ranks: Sequence[int]) -> str:

@@ -80,7 +80,7 @@ class Reading:
     usage: tuple[int, ...]
 
 
-class Carried(Protocol):
+class Settings(Protocol):
     """What a tail carries for others. `digest` stays the same during a pass; 0 where there is nothing to agree on."""
 
     digest: int
@@ -113,7 +113,7 @@ class Tail:
         self._num_params = num_params
         self._usage_at = _LATE_AT + num_late
         self.numel = self._usage_at + num_params
-        self.carried: Carried | None = None
+        self.settings: Settings | None = None
         self.watch: Watch | None = None
         self._powers: torch.Tensor | None = None
         # By device and whether weights are given: the elements that must be as this rank expects them.
@@ -164,7 +164,7 @@ class Tail:
     @property
     def digest(self) -> int:
         """What this rank's settings are now."""
-        return 0 if self.carried is None else self.carried.digest
+        return 0 if self.settings is None else self.settings.digest
 
     def expected(self, like: torch.Tensor, step: int) -> torch.Tensor:
         """What comes back if every rank writes the healthy tail of this step."""
@@ -245,10 +245,10 @@ class Tail:
         in_step = counts[:_SIGNATURE_BITS] == [bit * self.world for bit in self._bits(step)]
         # Ranks that are not at the same step need not have the same settings; nor one that has given up, and may have been
         # given others since. Nobody uses what comes of it.
-        if in_step and self.carried is not None and not counts[_GIVEN_UP_AT]:
+        if in_step and self.settings is not None and not counts[_GIVEN_UP_AT]:
             mine = [bit * self.world for bit in _settings_bits(self.digest if digest is None else digest)]
             if counts[_SETTINGS_AT:_LATE_AT] != mine:
-                raise self.carried.differ(step)
+                raise self.settings.differ(step)
         if in_step and counts[_NONFINITE_AT] and self.watch is not None:
             self.watch.found(step)
         return Reading(

@@ -1,4 +1,4 @@
-"""What ranks have to agree on in every step beside the plan: carried by a bucket's tail, at no collective's cost.
+"""What ranks have to agree on in every step beside the plan: told in a bucket's tail, at no collective's cost.
 
 An optimizer of sharded state gives each rank a part of one update, so its options must be the same everywhere, in every
 step. It tells the reducer that reduces its parameters a few bits made of them; the first bucket's tail carries these, and
@@ -47,13 +47,13 @@ class Teller(Protocol):
         """All ranks have told the same."""
 
 
-class CarriedSettings(Listener):
+class TailSettings(Listener):
     """The settings that one reducer's tails carry."""
 
-    def __init__(self, reducer: Reducer) -> None:
+    def __init__(self, reducer: Reducer, *tellers: Teller) -> None:
         self._reducer = weakref.ref(reducer)
         # Not weak: memory is freed at other moments on other ranks, and who tells must be the same on all.
-        self._tellers: list[Teller] = []
+        self._tellers = list(tellers)
         self._told: list[tuple[Teller, int]] = []
         self._words: dict[str, str] = {}
         self._question: Question | None = None  # of the last pass that began
@@ -85,7 +85,7 @@ class CarriedSettings(Listener):
         reducer = self._reducer()
         if reducer is not None:
             # The first: of a reduction that steps bucket by bucket, none has been stepped when it is back.
-            reducer.buckets[0].tail.carried = self
+            reducer.buckets[0].tail.settings = self
 
     def pass_began(self, joined: bool) -> None:
         # Now, and not when buckets leave: what is changed after a backward that raised is for the next.
@@ -94,8 +94,6 @@ class CarriedSettings(Listener):
     def launches_begin(self, joined: bool) -> None:
         if self._question is not None:
             self._owner.strategy.agree(self._question)
-        if not self._tellers:
-            return
         for teller in self._tellers:
             teller.prepare(joined)
         self._told = [(teller, teller.tell()) for teller in self._tellers]
@@ -124,18 +122,19 @@ class CarriedSettings(Listener):
         if len(said) < board.world:
             return MismatchError(f"{where}: the settings of the ranks differ; of this rank: {json.dumps(mine)}.")
         told = differences([said[each].encode() for each in board.members], board.members)
-        return MismatchError(f"{where}: {told}. This backward has updated nothing. Change settings on every rank alike.")
+        remedy = "Change settings, and call backward() and step(), on every rank alike."
+        return MismatchError(f"{where}: {told}. This backward has updated nothing. {remedy}")
 
 
 def carry(reducer: Reducer, teller: Teller, words: Mapping[str, str] | None = None) -> None:
     """Have the tails of `reducer` carry what `teller` tells, and its next backward compare `words`."""
     for listener in reducer.listeners:
-        if isinstance(listener, CarriedSettings):
+        if isinstance(listener, TailSettings):
             listener.add(teller, words)
 
 
 def compare(reducer: Reducer, words: Mapping[str, str]) -> None:
     """Have the next backward of `reducer` compare settings that each rank has made by itself."""
     for listener in reducer.listeners:
-        if isinstance(listener, CarriedSettings):
+        if isinstance(listener, TailSettings):
             listener.compare(words)

@@ -196,6 +196,10 @@ class Pass:
         if not self._has_agreed:
             for listener in self.reducer.listeners:
                 listener.launches_begin(self.joined)
+            # Buckets may be of one size, so that the first follows the last as any other. A rank that leaves out what comes
+            # between two backwards is to be noticed before it sends a bucket to ranks that wait for a few bytes.
+            # By number: after a name that all wrappers have in common, the first bucket of any of them would be a known one.
+            self.collectives.comes_to(f"a backward of wrapper {self.reducer.number}")
             self._has_agreed = True  # not before: ranks that differ have launched nothing
 
     # -- during backward -----------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """This rank's shards of the gradients: which memory they are in, and whose they are.
 
 A parameter whose `.grad` is a `ScatteredGradient` has its mean here, in slices; one whose `.grad` is None has none,
-whatever the memory holds. What a user did not zero is carried over and added to the next mean, as `.grad` would.
+whatever the memory holds. What a user did not zero is kept and added to the next mean, as `.grad` would.
 
 To read a scattered gradient as a whole one would be wrong without notice, so anything that tries gets an error that says
 what to use instead. Allowed is what has an exact meaning on slices: zeroing, accumulating another backward's gradient
@@ -11,7 +11,8 @@ until that is reduced too, and a GradScaler's unscaling.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -55,7 +56,7 @@ class GradientShards:
         # By bucket, of the pass under way: which of its parameters have a mean now.
         self._given: dict[int, list[int]] = {}
         # By parameter: the mean that the next one is added to; None for one that the user has zeroed.
-        self._carried: dict[int, list[torch.Tensor] | None] = {}
+        self._accumulated: dict[int, list[torch.Tensor] | None] = {}
 
     @property
     def forgets(self) -> bool:
@@ -71,30 +72,30 @@ class GradientShards:
         return any(isinstance(grad, ScatteredGradient) and not grad.is_zero for grad in grads)
 
     def begin(self, joined: bool) -> None:
-        """A pass begins: local gradient takes the place of markers, and means that are still there are carried over."""
+        """A pass begins: local gradient takes the place of markers, and means that are still there are kept."""
         if self.forgets and not joined and self.has_means:
             raise ReductionError(
                 "parameters still have the gradient of the last step, which stage=2 has freed, so that another cannot be "
                 "added to it. Call zero_grad() before each step's backward."
             )
-        earlier, self._carried = self._carried, {}
+        earlier, self._accumulated = self._accumulated, {}
         for number, marker in self._markers.items():
             if not take_pending(self._sharded.table.params[number]) or joined:
                 continue
             if marker.is_zero:
-                self._carried[number] = None
+                self._accumulated[number] = None
             else:
-                # Of a pass that failed, they have been carried before, and their memory holds something else by now.
+                # Of a pass that failed, they have been kept before, and their memory holds something else by now.
                 kept = earlier.get(number)
-                self._carried[number] = kept or [gradient.clone() for _, gradient in self._slices.get(number, ())]
+                self._accumulated[number] = kept or [gradient.clone() for _, gradient in self._slices.get(number, ())]
 
     def give_up(self) -> None:
-        """The pass failed: means that were to be added to its own are gradients again, and carried into the next.
+        """The pass failed: means that were to be added to its own are gradients again, for the next.
 
         What is in `.grad` now, no pass has reduced; it is what has been added to them.
         """
         self._given = {}
-        for number in self._carried:
+        for number in self._accumulated:
             param, marker = self._sharded.table.params[number], self._markers[number]
             if param.grad is not marker:
                 marker.pending, param.grad = param.grad, marker
@@ -107,12 +108,12 @@ class GradientShards:
         for place, number in enumerate(numbers):
             used = wanted is None or wanted[place] > 0
             # Not taken out before the pass has ended: until then it may fail, and this is the only copy of the mean.
-            has_carried = number in self._carried
-            carried = None if again else self._carried.get(number)
-            given[place] = int(used or has_carried)
+            accumulates = number in self._accumulated
+            accumulated = None if again else self._accumulated.get(number)
+            given[place] = int(used or accumulates)
             for k, (live, gradient) in enumerate(self._slices.get(number, ())):
-                if carried is not None:
-                    gradient.add_(carried[k]) if used else gradient.copy_(carried[k])
+                if accumulated is not None:
+                    gradient.add_(accumulated[k]) if used else gradient.copy_(accumulated[k])
                 live.tensor.grad = gradient if given[place] else None
             marker = self._markers[number]
             # Of a marker that the user has replaced by None, what had been added to it belongs to nobody.
@@ -127,7 +128,7 @@ class GradientShards:
             assert isinstance(bucket, DenseBucket), "only dense gradients are scattered"
             bucket.give_markers(given, [self._markers[number] for number in self._numbers[index]])
         self._given = {}
-        self._carried = {}
+        self._accumulated = {}
 
     def absorb(self) -> None:
         """After a backward that left whole means: keep the own slices, where there is memory for them, and mark the rest."""
@@ -148,6 +149,19 @@ class GradientShards:
             if param.grad is not None and param.grad is not marker:
                 param.grad = marker
                 marker.is_zero = False
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """In the midst of a pass, have markers stand for all gradients, which refuse to be read; afterwards as before."""
+        params = self._sharded.table.params
+        held = {number: params[number].grad for number in self._markers}
+        for number, marker in self._markers.items():
+            params[number].grad = marker
+        try:
+            yield
+        finally:
+            for number, grad in held.items():
+                params[number].grad = grad
 
     # -- another partition ---------------------------------------------------------------------
 
@@ -189,6 +203,17 @@ class GradientShards:
                 )
             for live, gradient in self._slices.get(number, ()):
                 live.tensor.grad = None if grad is None else gradient
+
+    def first_changed(self) -> torch.Tensor | None:
+        """A parameter whose gradient was replaced, or added to, since it was given out; not if it was freed."""
+        params = self._sharded.table.params
+        for number, marker in self._markers.items():
+            grad = params[number].grad
+            if grad is marker and marker.pending is None:
+                continue  # asked after every step, of every parameter: the usual case first
+            if grad is not None and not (isinstance(grad, ScatteredGradient) and grad.pending is None):
+                return params[number]
+        return None
 
     def owned(self) -> list[torch.Tensor]:
         """The owned slices of all gradients that there are."""
@@ -261,8 +286,8 @@ class ScatteredGradient(torch.Tensor):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         first: Any = args[0] if args else None
-        if func is _aten.add_.Tensor and isinstance(first, cls) and not isinstance(args[1], cls):
-            # Autograd adds the gradient of a further backward.
+        if func is _aten.add_.Tensor and isinstance(first, cls) and not kwargs and _is_like(args[1], first):
+            # Autograd adds the gradient of a further backward. Users who add something else get the error below.
             new = args[1]
             first.pending = new.clone() if first.pending is None else first.pending.add_(new)
             return first
@@ -280,6 +305,12 @@ class ScatteredGradient(torch.Tensor):
             "Make the optimizer with step_in_backward=False and use its clip_grad_norm_(), or "
             "overlap_with_ddp=False to have whole gradients."
         )
+
+
+def _is_like(value: Any, marker: ScatteredGradient) -> bool:
+    """Whether `value` is a whole gradient of the marker's parameter: not a number, nor something that is broadcast."""
+    is_whole = isinstance(value, torch.Tensor) and not isinstance(value, ScatteredGradient)
+    return is_whole and value.shape == marker.shape
 
 
 def _keeper(markers: Sequence[Any]) -> GradientShards:

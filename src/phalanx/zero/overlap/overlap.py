@@ -19,7 +19,8 @@ from __future__ import annotations
 import enum
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ from ..partition.param_table import ParamTable
 from ..partition.update import UNCONFIRMED, Update
 from ..state.sharded_optimizer import ShardedOptimizer
 from .gradient_shards import GradientShards, ScatteredGradient, fill_zeroed
+from .left_wrapper import LeftWrapper, take_over
 from .reduce_scatter import ReduceScatter
 from .used_gradients import UsedGradients
 from .wrapper_plans import check_wrapper, plans_of_wrapper, wider_plan
@@ -70,7 +72,7 @@ class Overlap(Listener):
     """One optimizer's engagement with one wrapper.
 
     `begin_update` is called before the first bucket of an update is stepped, and returns the keywords for the step;
-    `end_update` after the last.
+    `end_update` after the last. `has_hooks` says whether `begin_update` runs code of the user's.
     """
 
     uses_means = True
@@ -80,6 +82,7 @@ class Overlap(Listener):
         sharded: ShardedOptimizer,
         stage: int,
         step_in_backward: bool,
+        has_hooks: Callable[[], bool],
         begin_update: Callable[[], dict[str, Any]],
         end_update: Callable[[], None],
     ) -> None:
@@ -91,7 +94,7 @@ class Overlap(Listener):
         self.sharded = sharded
         self.stage = stage
         self.in_backward = step_in_backward
-        self._begin_update, self._end_update = begin_update, end_update
+        self._has_hooks, self._begin_update, self._end_update = has_hooks, begin_update, end_update
         self._arguments: dict[str, Any] = {}
         self.state = Engagement.DETACHED
         self._used = UsedGradients()
@@ -113,6 +116,10 @@ class Overlap(Listener):
     @property
     def reducer(self) -> Reducer:
         """The reducer of the wrapper joined. Raises where there is none."""
+        return self.engaged().reducer
+
+    def engaged(self) -> DistributedDataParallel:
+        """The wrapper joined. Raises where there is none, or where it works for another optimizer by now."""
         wrapper = self.wrapper
         if wrapper is None:
             raise ConfigError(
@@ -124,7 +131,7 @@ class Overlap(Listener):
                 "another optimizer has been made with overlap_with_ddp=True for the same wrapper since. "
                 "Use that one, or give all parameters to one optimizer."
             )
-        return wrapper.reducer
+        return wrapper
 
     @property
     def scatter(self) -> ReduceScatter | None:
@@ -166,9 +173,13 @@ class Overlap(Listener):
         reducer = wrapper.reducer
         wrapper.follow_moved_parameters()  # a plan of another dtype would be divided by
         check_wrapper(wrapper, self.sharded, self.stage)
-        earlier = _user_of(reducer)
-        if earlier is not None:
+        earlier, former = _user_of(reducer), self.wrapper
+        if earlier is not None and earlier in reducer.listeners:
             earlier._leave(reducer)  # which is not to keep it alive either
+        if former is not None and former is not wrapper:
+            self._leave(former.reducer)
+            former.reducer.listeners.append(LeftWrapper(partial(_is_in_use, weakref.ref(self))))
+        take_over(reducer)
         self._wrapper = weakref.ref(wrapper)
         _latest[reducer] = weakref.ref(self)
         reducer.joined_take_means = True  # of which they own slices
@@ -334,18 +345,22 @@ class Overlap(Listener):
 
     def _begin_early(self) -> dict[str, Any]:
         """An update begins with its first bucket; returns the keywords for the optimizer's step."""
-        # A marker refuses to be changed by itself. Of whole gradients the first bucket's are means by now, and others are
-        # still this rank's own, or under way: what a step hook makes of them would be lost, or averaged.
-        params = [] if self.scatters else self.sharded.table.params
-        before = [(param.grad, 0 if param.grad is None else param.grad._version) for param in params]
-        arguments = self._begin_update()
-        for number, (grad, version) in enumerate(before):
-            if params[number].grad is not grad or (grad is not None and grad._version != version):
-                raise ReductionError(
-                    f"a hook that runs before the step has changed the gradient of {self.sharded.table.names[number]}, but "
-                    "backward steps bucket by bucket, before all gradients are there. Make the optimizer with "
-                    "step_in_backward=False."
-                )
+        if not self._has_hooks():
+            return self._begin_update()  # looking at every gradient costs several microseconds each
+        # Of whole gradients the first bucket's are means by now, and others are still this rank's own, or under way: what a
+        # step hook makes of them would be lost, or averaged. Of scattered ones it would find none, or this rank's own.
+        params = self.sharded.table.params
+        shown = nullcontext() if self.gradient_shards is None or not self.scatters else self.gradient_shards.shown()
+        with shown:
+            before = [(param.grad, 0 if param.grad is None else param.grad._version) for param in params]
+            arguments = self._begin_update()
+            for number, (grad, version) in enumerate(before):
+                if params[number].grad is not grad or (grad is not None and grad._version != version):
+                    raise ReductionError(
+                        f"a hook that runs before the step has changed the gradient of {self.sharded.table.names[number]}, "
+                        "but backward steps bucket by bucket, before all gradients are there. Make the optimizer with "
+                        "step_in_backward=False."
+                    )
         return arguments
 
     @torch.no_grad()
@@ -397,8 +412,9 @@ class Overlap(Listener):
     @torch.no_grad()
     def step(self, arguments: dict[str, Any]) -> None:
         """Step what backward left scattered, all buckets together (`step_in_backward=False`)."""
+        self.engaged()  # where another optimizer has taken over the wrapper, markers stand for that one's slices
         if self.gradient_shards is None:
-            self.refuse_unreduced()
+            self._refuse_unreduced()
         self._step_everything(arguments)
 
     def _step_everything(self, arguments: dict[str, Any]) -> None:
@@ -410,7 +426,7 @@ class Overlap(Listener):
         partition.prepare()
         due = partition.due(self.sharded.local)
         reduced = partition.shards_of[0]  # which have their gradients from the wrapper
-        self.update.begin()
+        self.sharded.local.begin_update()
         for shard in due:
             shard.refresh()
             if shard not in reduced:
@@ -419,7 +435,18 @@ class Overlap(Listener):
         partition.gathering.finish()
         self.update.end()
 
-    def refuse_used(self) -> None:
+    def confirm(self) -> bool:
+        """`step()` was called where backward steps: whether it made an update. Raises if that was not what is asked for."""
+        self.engaged()
+        made = self.update.confirm()
+        if made:
+            self._refuse_changed()
+        else:
+            self._refuse_unreduced()
+            self._refuse_used()
+        return made
+
+    def _refuse_used(self) -> None:
         """Raise if there are gradients that have made an update: any other optimizer would step by them once more."""
         if self._used.are_there() or (self.gradient_shards is not None and self.gradient_shards.has_means):
             raise ReductionError(
@@ -427,7 +454,19 @@ class Overlap(Listener):
                 "optimizer with step_in_backward=False."
             )
 
-    def refuse_unreduced(self) -> None:
+    def _refuse_changed(self) -> None:
+        """Raise if gradients are not as they were when backward made an update of them: the change has had no effect."""
+        changed = self._used.first_changed()
+        if changed is None and self.gradient_shards is not None:
+            changed = self.gradient_shards.first_changed()
+        if changed is not None:
+            number = next(number for number, param in enumerate(self.sharded.table.params) if param is changed)
+            raise ReductionError(
+                f"the gradient of {self.sharded.table.names[number]} was changed after backward had made the step by "
+                "it: too late for this step(). Make the optimizer with step_in_backward=False."
+            )
+
+    def _refuse_unreduced(self) -> None:
         """Raise if gradients have been accumulated that no backward has reduced."""
         for number, param in enumerate(self.sharded.table.params):
             grad = param.grad
@@ -448,3 +487,8 @@ def have_been_used(params: Sequence[torch.Tensor]) -> bool:
 def _user_of(reducer: Reducer) -> Overlap | None:
     latest = _latest.get(reducer)
     return None if latest is None else latest()
+
+
+def _is_in_use(reference: weakref.ref[Overlap]) -> bool:
+    overlap = reference()
+    return overlap is not None and overlap.state is not Engagement.RETIRED

@@ -32,6 +32,16 @@ class UsedGradients:
         grad = None if reference is None else reference()
         return grad is not None and param.grad is grad and grad._version == version
 
+    def first_changed(self) -> torch.Tensor | None:
+        """A parameter with another gradient than the one noted, or that with other values; not if it was zeroed."""
+        for param, (reference, version) in self._noted.items():
+            grad = param.grad
+            if grad is None or (grad is reference() and grad._version == version):
+                continue
+            if bool(grad.any()):
+                return param
+        return None
+
     def forget(self) -> None:
         """Another update begins, of other gradients."""
         self._noted.clear()

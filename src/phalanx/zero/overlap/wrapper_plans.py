@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ...ddp.module import DistributedDataParallel
 from ...errors import ConfigError
+from ...optim.in_backward import in_backward_optimizers
 from ...plan import BucketCaps, BucketPlan, build_plan
 from ...plan.buckets import DEFAULT_CAP_BYTES
 from ..partition.element import NumberedPlan, numbered_plans
@@ -20,6 +21,11 @@ def check_wrapper(wrapper: DistributedDataParallel, sharded: ShardedOptimizer, s
         raise ConfigError(
             "overlap_with_ddp=True needs the optimizer and DistributedDataParallel on the same process group. "
             "Give both the same process_group."
+        )
+    # It would step by the first backward, which is reduced whole, and find no gradients in the scattered ones.
+    if in_backward_optimizers(wrapper.reducer.params):
+        raise ConfigError(
+            "overlap_with_ddp=True steps parameters in backward that apply_in_backward steps there already. Use one of both."
         )
     plan = wrapper.reducer.plan
     sparse = sharded.choice.partition == "element" and any(bucket.sparse for bucket in plan.buckets)

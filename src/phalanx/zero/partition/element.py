@@ -137,7 +137,7 @@ class ElementPartition(Partition):
             for shard in due:
                 shard.refresh()
                 shard.check_gradients()
-            local.update.begin()
+            local.begin_update()
             for shard in due:
                 shard.take_gradients()
                 self.update(shard, local, arguments)

@@ -58,6 +58,8 @@ class LocalOptimizer:
         self.update = Update()
         # Which buckets take part in a step, from which of them this rank would step: the same on all ranks.
         self.agree_on_due: Callable[[list[bool]], list[bool]] = list
+        # Returns when all ranks are known to make the step under way; raises if they do not.
+        self.await_others: Callable[[], None] = lambda: None
         self.push(groups)
 
     def pull(self, groups: Sequence[dict[str, Any]]) -> None:
@@ -82,6 +84,11 @@ class LocalOptimizer:
             local["params"] = list(params)
         # State is kept under the old tensors. Left there, it would keep them, and their memory, alive.
         self.optim.state.clear()
+
+    def begin_update(self) -> None:
+        """Outside of backward: from here on parameters are changed."""
+        self.await_others()
+        self.update.begin()
 
     def step_some(self, active: Mapping[int, Sequence[torch.Tensor]], **arguments: Any) -> None:
         """One step on a part of the tensors, by group, as if there were no others."""

@@ -142,7 +142,7 @@ class ParameterPartition(Partition):
             result = together.run(local, closure, arguments)
         else:
             if closure is None:
-                local.update.begin()
+                local.begin_update()
             else:
                 arguments = {**arguments, "closure": self._synchronised(closure, local)}
             started_ns = trace.now_ns()

@@ -66,6 +66,7 @@ def check_states(
         # Of a class not known here nothing is known about its state, unless it declared that it acts element by element.
         if elementwise or keys is not None:
             _check_shapes(state, table.specs[index], name)
+        if keys is not None:
             # What is optional depends on options, which are those of the group: its parameters have the same keys.
             group, mine = table.group_of[index], set(state)
             first, expected = seen.setdefault(group, (name, mine)) if mine else (name, mine)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ...errors import StateError
 from ...plan import ParamSpec
 from ..partition.partition import OwnedTensor
 from .tree import Leaf, Tree, describe, rebuild
@@ -47,6 +48,13 @@ class LocalState:
     ) -> LocalState:
         """What `state` holds for the tensors of `owned`."""
         local = cls(owned)
+        strange = [key for key in state if not isinstance(key, torch.Tensor)]
+        if strange:
+            # Torch's optimizers save it as it is. Here every rank has one of its own, and nobody can say which is right.
+            raise StateError(
+                f"the optimizer keeps {strange[0]!r} in its state, which belongs to no parameter, so that it can be neither "
+                "divided nor collected. Keep it in the state of each parameter, or in `param_groups`."
+            )
         for one in owned:
             # Parameters that have never had a gradient have none.
             if one.key not in state:

@@ -13,7 +13,7 @@ import torch
 
 from ...comm.collectives import Collectives
 from ...ddp.messages import torn
-from ...errors import StateError
+from ...errors import MismatchError, StateError
 from ...plan import ParamSpec
 from ...plan.shards import OwnedRange
 from ..partition.element import ElementPartition, NumberedPlan, Placement, numbered_plans
@@ -50,7 +50,30 @@ class ShardedOptimizer:
         # Replaced by `overlap` once there is a wrapper: then buckets are those that the wrapper reduces.
         self.make_plans: MakePlans = _plans_alone
         self.partition = self._make_partition(ParamTable.of(groups))
-        self.local = LocalOptimizer(optimizer_class, defaults, groups, self.partition.params_by_group())
+        self.local = self._make_local(optimizer_class, defaults, groups)
+
+    def _make_local(
+        self, optimizer_class: type[torch.optim.Optimizer], defaults: Mapping[str, Any], groups: Sequence[dict[str, Any]]
+    ) -> LocalOptimizer:
+        """The optimizer of this rank's part, once every rank has made its own. Every rank calls it."""
+        try:
+            made: LocalOptimizer | Exception = LocalOptimizer(
+                optimizer_class, defaults, groups, self.partition.params_by_group()
+            )
+        # Whatever a user's class raises.
+        except Exception as error:
+            made = error
+        # A class may refuse parameters that only some ranks own (Muon: of other than two dimensions). Those would raise
+        # alone, and the others wait for them in the next collective.
+        refusal = f"{type(made).__name__}: {made}" if isinstance(made, Exception) else "nothing"
+        try:
+            self.collectives.agree(f"making {optimizer_class.__name__} for each rank's part", {"raised": refusal})
+        except MismatchError:
+            if not isinstance(made, Exception):
+                raise
+        if isinstance(made, Exception):
+            raise made
+        return made
 
     @property
     def optim(self) -> torch.optim.Optimizer:
