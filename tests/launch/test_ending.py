@@ -78,6 +78,7 @@ def wait_until_gone(pids: list[int], seconds: float) -> None:
     assert [pid for pid in pids if alive(pid)] == []
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("mood", ["polite", "deaf"])
 def test_a_signal_ends_workers_and_their_children(tmp_path: Path, number: signal.Signals, mood: str) -> None:

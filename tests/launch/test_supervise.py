@@ -132,7 +132,7 @@ def test_another_policy_replaces_one_worker_while_the_others_go_on(tmp_path: Pat
     keeper = Keeper(follower, lambda line: None)
     logs, policy, rendezvous = RankLogs(directory, keeper, tracing=False), Replacing(), OneHost("run", 2)
     command = (str(tmp_path / "train.py"), str(tmp_path / "mark"))
-    with _environment(LaunchSettings(command, 2)), signals_raise():
+    with _environment(LaunchSettings(command, 2), {}), signals_raise():
         starting = Starting(os.environ, 2, can_restart=True)
         team = Team(starting.start)
         starting.begin()

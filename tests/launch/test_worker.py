@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 import phalanx
 from phalanx.comm.hierarchical import hosts
 from phalanx.errors import ConfigError
+from phalanx.launch import worker as worker_module
 from phalanx.launch.worker import TRACE_DIRECTORY, init, leave, threads_for
 from phalanx.observe import trace
 from tests.cluster import run_ranks
@@ -212,3 +213,12 @@ def test_who_comes_later_does_not_train_alone(kind: str, alone: None) -> None:
         assert worker._refusal is not None
         worker._refusal.remove()
     assert torch.equal(net.weight, before)
+
+
+def test_what_ended_the_script_is_told_while_there_is_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a hook of somebody's has taken the place of ours, the exit tells, and the group is left at exit too."""
+    done: list[str] = []
+    monkeypatch.setattr(worker_module.last_words, "tell_what_ended", lambda: done.append("told"))
+    monkeypatch.setattr(worker_module, "_leave", lambda verifies: done.append("left"))
+    worker_module._leave_at_exit()
+    assert done == ["told", "left"]

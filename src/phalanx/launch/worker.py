@@ -309,6 +309,7 @@ def _say_that_it_leaves() -> None:
 
 
 def _leave_at_exit() -> None:
+    last_words.tell_what_ended()  # before there is no group to tell it in
     # A script that ended by an exception has said what is wrong; the ranks may be anywhere.
     _leave(verifies=getattr(sys, "last_value", None) is None)
 

@@ -37,9 +37,9 @@ class InjectedError(Exception):
 
 @dataclass(frozen=True)
 class Plan:
-    """`kind`: "clean", "raise" (between two steps), "backward" (amid one), "kill" (amid one), "exit" (with code 3, after a
-    failed backward of another rank). `starter`: "fork", or "process" for a child of multiprocessing. `overlapped`: the
-    optimizer steps in backward."""
+    """`kind`: "clean", "raise" (between two steps), "hook" (the same, with `sys.excepthook` not ours any more), "backward"
+    (amid one), "kill" (amid one), "exit" (with code 3, after a failed backward of another rank). `starter`: "fork", or
+    "process" for a child of multiprocessing. `overlapped`: the optimizer steps in backward."""
 
     kind: str
     backend: str
@@ -90,7 +90,9 @@ def _go_on_at_the_end() -> None:
 
 
 def _suffer(kind: str, net: nn.Module) -> None:
-    if kind in ("raise", "exit"):
+    if kind == "hook":
+        sys.excepthook = lambda *_: None  # as rich's, which does not call the one before it
+    if kind in ("raise", "hook", "exit"):
         raise InjectedError("the victim's own words")
 
     def fault(_: torch.Tensor) -> None:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import phalanx.comm.failure.waiter as waiter
 import phalanx.comm.failure.waiting as waiting
 import phalanx.comm.shm.transport.link as link
+from phalanx.comm.failure import last_words
 from phalanx.comm.failure.board import board_of
 from phalanx.comm.torch_backend import collectives_for
 from phalanx.errors import MismatchError
@@ -115,6 +116,19 @@ def test_at_the_time_limit_it_is_said_where_each_rank_was() -> None:
     for rank, text in enumerate(run_ranks(3, _wait_apart, backend="gloo")):
         assert text.startswith(f"rank {rank}: place {rank}: the ranks wait for each other at different points"), text
         assert "rank 0 was at place 0; rank 1 was at place 1; rank 2 was at place 2" in text
+
+
+def _end_before_use(rank: int, world: int) -> list[str]:
+    board_of(dist.group.WORLD)
+    unused = dist.new_group()
+    if rank == 1:
+        last_words.tell(ValueError("bad batch"))
+    dist.barrier()
+    return [failure.message for failure in board_of(unused).failures()]
+
+
+def test_words_reach_those_who_wait_in_a_group_that_the_rank_has_not_used() -> None:
+    assert run_ranks(2, _end_before_use, backend="gloo")[0] == ["ValueError: bad batch"]
 
 
 def _disagree(rank: int, world: int) -> str:

@@ -45,7 +45,7 @@ def verify(plan: Plan, outcome: dict[str, Any]) -> None:
             assert plan.starter == "process" or not re.search(r'File "[^"]*/(torch|phalanx)/', said), context
 
 
-KINDS = ["clean", "raise", "backward", "kill", "exit"]
+KINDS = ["clean", "raise", "hook", "backward", "kill", "exit"]
 
 
 def some_of_each(backend: str, world: int = 3) -> list[Plan]:
@@ -65,6 +65,7 @@ EVERYDAY = {
         Plan("kill", "gloo", victim=0, world=2),
         Plan("raise", "gloo", victim=1, world=2, starter="process"),
         Plan("raise", "gloo"),
+        Plan("hook", "gloo", victim=0, world=2),
     ],
     "phalanx": [
         *(Plan(kind, "phalanx", victim=1, world=2) for kind in ("clean", "raise")),

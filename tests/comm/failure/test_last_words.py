@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import torch
 
 from phalanx.comm.failure import folding, last_words
+from tests.cluster.command import run_command
 
 
 class SpeechlessError(Exception):
@@ -68,3 +70,25 @@ def test_the_text_of_an_exit_is_told_and_a_peaceful_one_is_not() -> None:
     spawned.__context__ = ValueError("bad batch")
     last_words.tell_exit(spawned)
     assert listener.heard[2] == "ValueError: bad batch"
+
+
+REPLACED = """
+import sys
+from phalanx.comm.failure import last_words
+from tests.comm.failure.test_last_words import Listener
+
+class Saying(Listener):
+    def hear_last_words(self, words):
+        print("heard", words, flush=True)
+
+listener = Saying()
+last_words.tell_at_the_end(listener)
+sys.excepthook = lambda *error: None
+raise ValueError("bad batch")
+"""
+
+
+def test_a_script_whose_hook_was_replaced_is_told_at_its_exit(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(REPLACED)
+    done = run_command([sys.executable, str(tmp_path / "script.py")], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (1, "heard ValueError: bad batch (at script.py:13)\n"), done

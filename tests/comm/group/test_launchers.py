@@ -65,6 +65,7 @@ def test_under_torchrun(tmp_path: Path, ending: str) -> None:
     assert _run_script(tmp_path, *command).count("ok") == 2
 
 
+@pytest.mark.thorough  # children of multiprocessing are in failure/test_ends.py
 def test_under_torch_multiprocessing(tmp_path: Path) -> None:
     with reserved_port() as port:
         meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}

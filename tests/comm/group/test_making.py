@@ -13,9 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from phalanx.comm.failure.board import board_of
 from phalanx.comm.group import process_group
 from phalanx.errors import PeerFailure
-from tests.cluster import reserved_port, spawn_ranks
+from tests.cluster import reserved_port, run_ranks, spawn_ranks
 
 LIMIT_S = 60
 SOON_S = 20  # far below the time limit
@@ -79,3 +80,19 @@ def test_a_rank_that_dies_while_the_world_is_made_is_named(moment: str, by: str,
 @pytest.mark.parametrize("moment", MOMENTS[:2])
 def test_a_rank_that_dies_while_another_group_is_made_is_named(moment: str, tmp_path: Path) -> None:
     _check(moment, f"file://{tmp_path}/store", is_later=True)
+
+
+def _end_before(rank: int, world: int) -> str:
+    board = board_of(dist.group.WORLD)
+    dist.barrier()
+    if rank == 0:
+        board.hear_last_words("ValueError: bad batch")
+        return ""
+    with pytest.raises(PeerFailure) as raised:
+        dist.new_group(timeout=timedelta(seconds=LIMIT_S))
+    assert raised.value.ranks == (0,)
+    return str(raised.value)
+
+
+def test_a_rank_that_ends_before_it_comes_to_another_group_is_named_with_its_words() -> None:
+    assert "rank 0 failed: ValueError: bad batch" in run_ranks(2, _end_before, backend="phalanx")[1]

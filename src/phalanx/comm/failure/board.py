@@ -251,11 +251,12 @@ class FailureBoard:
         Where the store itself is gone, only its host (rank 0) is known to be missing.
         """
         said = self.exchange("alive", where, wait_s)
-        if len(said) == 1 and self.world > 2 and not self._reachable():
+        if len(said) == 1 and self.world > 2 and not self.is_reachable():
             return Roll((0,), said)
         return Roll(tuple(rank for rank in self.members if rank not in said), said)
 
-    def _reachable(self) -> bool:
+    def is_reachable(self) -> bool:
+        """Whether the store answers."""
         try:
             return bool(self._store.check(["reachable"])) or True
         except (RuntimeError, OSError):
@@ -296,6 +297,7 @@ class FailureBoard:
     def hear_last_words(self, words: str) -> None:
         """This process ends by an exception: leave its words for the others."""
         self.post_failure(words)
+        self.leave()  # it may stay for those who read, and is not waited for meanwhile
 
     def stay_for_others(self) -> None:
         """Before a process ends by an exception: if it takes the store with it, let the others read first."""
@@ -381,4 +383,24 @@ def board_of(group: dist.ProcessGroup) -> FailureBoard:
     if board is None:
         board = _boards[group] = FailureBoard(group)
         tell_at_the_end(board)
+        tell_at_the_end(_unused)
     return board
+
+
+class _UnusedGroups:
+    """Groups that this process has made and not used yet: it has no board there, and others may already wait in them."""
+
+    def hear_last_words(self, words: str) -> None:
+        # Not public, but the only list of the groups that a script has made by torch's own call.
+        groups = list(dist.distributed_c10d._world.pg_map)
+        # A store that does not answer would be waited for once per group. Nobody asks those of groups that were destroyed.
+        if all(_boards[group].is_reachable() for group in groups if group in _boards):
+            for group in groups:
+                if group not in _boards:
+                    FailureBoard(group).post_failure(words)
+
+    def stay_for_others(self) -> None:
+        """Whoever reads it ends by an error, and says on its other boards that it knows."""
+
+
+_unused = _UnusedGroups()

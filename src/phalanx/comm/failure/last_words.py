@@ -2,13 +2,15 @@
 
 Python calls `sys.excepthook` for a script that raises. A child of `multiprocessing` (as of `torch.multiprocessing.spawn`)
 never gets there: it catches the exception, writes it to a file or to stderr, and exits. While it does, it runs
-`multiprocessing`'s own finalizers, with the exception still at hand. Both ways lead to `tell`.
+`multiprocessing`'s own finalizers, with the exception still at hand. Both ways lead to `tell`. So does the exit of a process
+whose hook somebody has replaced by one that does not call it, as rich does: Python keeps what was raised.
 
-Owns the two hooks and who listens. Must not know how words travel.
+Owns the hooks and who listens. Must not know how words travel.
 """
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
 import os
 import sys
@@ -52,6 +54,8 @@ def tell_at_the_end(audience: Audience) -> None:
     if not _previous:
         _previous.append(sys.excepthook)
         sys.excepthook = _announce
+        # Now and not at import, so that it runs before gloo's threads are brought to rest, which goes by it.
+        atexit.register(tell_what_ended)
     if _installed_in != os.getpid():
         _installed_in = os.getpid()
         if multiprocessing.parent_process() is not None:
@@ -99,6 +103,17 @@ def _announce(kind: type[BaseException], error: BaseException, where: TracebackT
     _ended_in = os.getpid()
     tell(error)
     _previous[0](kind, fold(error), error.__traceback__)
+
+
+def tell_what_ended() -> None:
+    """Tell what ended this process where `sys.excepthook` was not ours any more. For exit functions; once is enough."""
+    global _ended_in
+    error, where = getattr(sys, "last_value", None), getattr(sys, "last_traceback", None)
+    # Whoever shows errors that it caught leaves them there too (pytest, a notebook): they did not pass the outermost frame.
+    is_uncaught = where is not None and where.tb_frame.f_back is None and not hasattr(sys, "ps1")
+    if error is not None and is_uncaught:
+        _ended_in = os.getpid()
+        tell(error)
 
 
 def _announce_in_child() -> None:

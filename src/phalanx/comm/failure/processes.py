@@ -38,6 +38,14 @@ def has_ended(process: Mapping[str, Any], host: str) -> bool:
     return process["host"] == host and bool(process["began"]) and began(process["pid"]) != process["began"]
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether a process stands still by a signal (SIGSTOP, Ctrl-Z); not under a debugger."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    except OSError:
+        return False
+
+
 def parent_of(pid: int) -> int:
     """The process that a process is a child of; 0 if that cannot be seen."""
     try:

@@ -7,14 +7,14 @@ launcher has seen. This is for groups that scripts make themselves, by `init_pro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
 
 from ...errors import CommunicationError, PhalanxError
 from ..failure.arrivals import Arrivals, is_tcp
-from ..failure.board import launcher_serves_store
+from ..failure.board import board_of, launcher_serves_store
 from ..failure.interruption import interruptible, is_interruptible
 
 
@@ -28,7 +28,7 @@ def watched(make: Callable[[], None], store: dist.Store, me: int, members: Seque
     number = own.add(f"phalanx/making/{me}", 1)
     serves = me == 0 and is_tcp(store) and not launcher_serves_store()
     place = dist.PrefixStore(f"phalanx/making/{number}", own)
-    arrivals = Arrivals(place, (me, members), timeout.total_seconds(), serves=serves)
+    arrivals = Arrivals(place, (me, members), timeout.total_seconds(), ends=_ended_in_world, serves=serves)
     try:
         interruptible(make, arrivals)
     except CommunicationError:
@@ -43,6 +43,16 @@ def watched(make: Callable[[], None], store: dist.Store, me: int, members: Seque
         arrivals.conclude()
         raise found from error
     arrivals.met()
+
+
+def _ended_in_world(absent: Collection[int]) -> dict[int, str]:
+    """How those have ended who have not come to make this group, as far as the world knows, which was made before it."""
+    if dist.group.WORLD is None:
+        return {}
+    board = board_of(dist.group.WORLD)
+    words = {failure.rank: f"failed: {failure.message}" for failure in board.failures()}
+    # Only of ranks that have ended: one that caught what it had told may still come.
+    return {rank: words.get(rank, "has ended") for rank in board.ended(absent)}
 
 
 def _own_connection(store: dist.Store) -> dist.Store:
