@@ -7,6 +7,7 @@ as well, has failed, or is dead:
     done      it left its session in peace, and waits as we do
     failed    it left by an exception, whose words it has written down
     dead      its process is gone (same host: the kernel tells), or it gave no sign of life for a while (another host)
+    stopped   by a signal, and not continued for a while (same host)
 
 Knows nothing of RPC. Writes signs of life only where a worker is on another host.
 """
@@ -20,13 +21,15 @@ from typing import Any
 
 import torch.distributed as dist
 
-from phalanx.comm.failure.processes import has_ended
+from phalanx.comm.failure.processes import has_ended, is_stopped
 from phalanx.comm.failure.waiter import say
 from phalanx.comm.failure.waiting import Waiting
 
 _POLL_S = 0.1
 _BEAT_S = 0.5
 _SILENCE_S = 10.0  # of a worker on another host, after which it counts as dead
+_STOPPED_S = 60.0  # of a worker on this host, after which nobody waits for it any more
+_LONGEST_LOOK_S = 1.0  # who was stopped itself, with all others (Ctrl-Z), must not take that time for theirs
 _STAY_S = 2.0  # how long the worker that serves the store stays after a bad end, for the others to read it
 
 
@@ -38,6 +41,7 @@ class Lifeline:
         self._rank = rank
         self._everyone = everyone
         self._heard: dict[int, tuple[bytes, float]] = {}  # the last sign of life of a worker elsewhere, and when it changed
+        self._stopped_s: dict[int, float] = {}  # for how long a worker on this host was seen to stand still
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
         if any(other["host"] != everyone[rank]["host"] for other in everyone):
@@ -65,8 +69,13 @@ class Lifeline:
         with contextlib.suppress(RuntimeError, OSError):
             self._store.set(f"end/{self._rank}", "done")
         others = [rank for rank in range(len(self._everyone)) if rank != self._rank]
+        looked = time.monotonic()
         while others:
+            looked, before = time.monotonic(), looked
             try:
+                for rank in self._stopped(others, min(looked - before, _LONGEST_LOOK_S)):
+                    wrong[self._name(rank)] = f"has been stopped by a signal for {_STOPPED_S:g} s"
+                    others.remove(rank)
                 others = [rank for rank in others if not self._has_ended(rank, wrong)]
             except (RuntimeError, OSError):
                 # The store is gone, and with it the worker that served it. The others are told by nobody.
@@ -90,6 +99,14 @@ class Lifeline:
             wrong[self._name(rank)] = "died"
             return True
         return False
+
+    def _stopped(self, others: list[int], passed_s: float) -> list[int]:
+        """Those of this host that were seen standing still for too long; `passed_s` since the last look."""
+        here = self._everyone[self._rank]["host"]
+        for rank in others:
+            stands = self._everyone[rank]["host"] == here and is_stopped(self._everyone[rank]["pid"])
+            self._stopped_s[rank] = self._stopped_s.get(rank, 0.0) + passed_s if stands else 0.0
+        return [rank for rank in others if self._stopped_s[rank] > _STOPPED_S]
 
     def _is_dead(self, rank: int) -> bool:
         other = self._everyone[rank]

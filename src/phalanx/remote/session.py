@@ -140,11 +140,11 @@ def init(
         except BaseException:
             session._stop_listening()
             raise
-        strangers = {address for address, _ in listening() - before} - {own.address}
-    if strangers:
+        elsewhere = {address for address, _ in listening() - before} - {own.address}
+    if elsewhere:
         session.shutdown(graceful=False)
         raise ConfigError(
-            f"{name}: RPC listens on {sorted(strangers)}, not only on {own.address}; it was stopped. "
+            f"{name}: RPC listens on {sorted(elsewhere)}, not only on {own.address}; it was stopped. "
             "TensorPipe keeps the address it was first given: start it in a fresh process."
         )
     return session
