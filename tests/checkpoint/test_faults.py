@@ -184,7 +184,9 @@ def _kill_for_real(folder: str, world: int, victim: int, operations: int) -> lis
     return [process.returncode for process in running]
 
 
-@pytest.mark.parametrize(("world", "victim"), [(1, 0), pytest.param(2, 0, marks=pytest.mark.thorough), (2, 1)])
+@pytest.mark.parametrize(
+    ("world", "victim"), [(1, 0), *(pytest.param(2, victim, marks=pytest.mark.thorough) for victim in (0, 1))]
+)
 def test_writer_processes_that_are_killed(tmp_path: Path, world: int, victim: int) -> None:
     seen: Counter[str] = Counter()
     for operations in range(1, 26, 3):

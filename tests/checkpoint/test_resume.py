@@ -89,7 +89,7 @@ def test_forty_steps_are_twenty_a_kill_and_twenty(tmp_path: Path) -> None:
         (3, "phalanx", {"hook": "int8"}),
         pytest.param(3, "gloo", {}, marks=pytest.mark.thorough),
         (3, "phalanx", {"stage": 2}),
-        (2, "phalanx", {"optimizer": "plain", "hook": "topk"}),
+        pytest.param(2, "phalanx", {"optimizer": "plain", "hook": "topk"}, marks=pytest.mark.thorough),
         (2, "gloo", {"optimizer": "plain", "hook": "powersgd"}),
         (3, "phalanx", {"optimizer": "alone", "partition": "parameter"}),
         (2, "phalanx", {"optimizer": "alone", "shared_parameters": True}),

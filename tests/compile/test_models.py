@@ -28,8 +28,11 @@ def train_and_report(rank: int, world: int, name: str, **kwargs: Any) -> dict[st
 
 # Compiling takes most of the time, and every rank does it: what two ranks add shows in a few models as well as in all.
 ON_TWO = ("mlp",)
-# What they add to a neighbour that is always run is little: a container, a dropout, another way to recompute.
-LITTLE_ADDED = ("sequential", "gpt_dropout", "gpt_checkpointed")
+# What they add to a neighbour that is always run is little: a container, a dropout, other layers, another way to recompute.
+LITTLE_ADDED = (
+    *("sequential", "gpt_dropout", "gpt_checkpointed", "gpt_reentrant"),
+    *("cnn", "custom", "prepared", "mutating", "broken"),
+)
 CASES = [
     *((name, 2 if name in ON_TWO else 1) for name in zoo.MODELS if name not in LITTLE_ADDED),
     *(pytest.param(name, 1, marks=pytest.mark.thorough) for name in LITTLE_ADDED),

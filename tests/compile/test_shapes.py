@@ -33,7 +33,7 @@ def train_sizes(rank: int, world: int, name: str, dynamic: bool | None) -> Any:
     ("name", "dynamic", "num_graphs", "world"),
     [
         ("mlp", None, 2, 1),
-        ("cnn", True, 1, 1),
+        pytest.param("cnn", True, 1, 1, marks=pytest.mark.thorough),
         pytest.param("mlp", None, 2, 2, marks=pytest.mark.thorough),
         pytest.param("mlp", False, 2, 1, marks=pytest.mark.thorough),
         pytest.param("gpt", True, 1, 2, marks=pytest.mark.thorough),

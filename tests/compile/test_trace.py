@@ -28,6 +28,7 @@ def train_traced(rank: int, world: int, directory: str) -> str:
         trace.stop()
 
 
+@pytest.mark.thorough  # what is written of it, without a browser or a report, is in test_explain.py
 def test_the_report_shows_the_cut_graph_by_the_plan_in_force(tmp_path: Path) -> None:
     plan, _ = run_ranks(2, train_traced, str(tmp_path))
     run = load(tmp_path)

@@ -70,9 +70,10 @@ def layers(name: str) -> tuple[Any, Any]:
 # Around the wrapper from outside is what test_models.py does with every model.
 WAYS: tuple[Way, ...] = (inside, in_place, whole_wrapper_in_place, function, forward_method)
 # One on two ranks: what the second one adds is the same in each.
-WITH_MODELS = [(layers, "gpt", 1), (inside, "mlp", 2), *((way, "mlp", 1) for way in WAYS[1:])]
+WITH_MODELS = [(layers, "gpt", 1), (inside, "mlp", 2), (in_place, "mlp", 1), (function, "mlp", 1)]
 # Whose head shares its weight with the embedding, in each of them.
 MORE = [pytest.param(way, "gpt", 2, marks=pytest.mark.thorough) for way in (layers, *WAYS)]
+MORE += [pytest.param(way, "mlp", 1, marks=pytest.mark.thorough) for way in (whole_wrapper_in_place, forward_method)]
 
 
 def train_one_way(rank: int, world: int, way: Way, name: str) -> tuple[bool, list[str], float]:

@@ -324,6 +324,7 @@ def test_ranks_meet_on_the_device_of_their_parameters_not_on_the_current_one() -
     assert _found()["without set_device"] == {"served": {"sim"}, "messages": "sim:1", "current": 0}
 
 
+@pytest.mark.thorough  # the same on the CPU is in cli/test_commands.py
 def test_selftest_of_the_doctor_trains_on_the_device() -> None:
     # As rank 0, whose model is not overwritten by what a receiver is said to have received.
     found = on_device(_selftest, rank=0)

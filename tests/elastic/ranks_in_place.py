@@ -96,6 +96,9 @@ class Scripted(Collectives):
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.zeros(numel, dtype=dtype)
 
+    def agree(self, occasion: str, settings: Any, changed: str = "") -> None:
+        pass
+
     def all_reduce(self, tensor: torch.Tensor, scale: float = 1.0) -> Work:
         self.num_said += 1
         return _Done()

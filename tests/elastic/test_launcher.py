@@ -70,6 +70,7 @@ def _run(folder: Path, body: str, *options: str) -> tuple[subprocess.CompletedPr
     return done, run
 
 
+@pytest.mark.thorough  # elastic/hosts/test_hosts.py runs the same launcher
 def test_a_lost_rank_is_replaced_while_the_others_go_on_and_one_may_leave(tmp_path: Path) -> None:
     done, run = _run(tmp_path, ELASTIC, "--nproc", "3", "--min", "2")
     assert done.returncode == 0, done.stdout + done.stderr

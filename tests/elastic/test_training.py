@@ -35,14 +35,12 @@ HELD = {
     ),
     "buffers": Case(Plan(model="norm", faults=_one("backward", 0, 3))),
     "int8": Case(Plan(model="hook:int8", faults=_one("backward", 1, 3))),
-    "gloo": Case(Plan(backend="gloo", faults=_one("backward", 0))),
     "while it saves": Case(Plan(saves=True, faults=_one("save>", 1)), most_lost=1),
     "while ranks meet, twice": Case(Plan(faults=(("kill", "forward", 2, 3), ("kill", "links<", 0, 3)))),
 }
 WRITTEN = {
     "zero, without a loader": Case(Plan(optimizer="zero", has_loader=False, faults=_one("write>", 1, 5))),
     "overlapped, before it has written": Case(Plan(optimizer="overlap", faults=_one("write<", 1, 5))),
-    "stage 2": Case(Plan(optimizer="stage2", faults=_one("write>", 0))),
     "a plain optimizer with something extra": Case(Plan(has_loader=False, faults=_one("stepped", 0, 3))),
     # What was written is in the launcher's memory: nobody has to be left. What is stepped in place needs one who is.
     "two at once": Case(Plan(optimizer="zero", faults=(("kill", "batch", 0, 5), ("kill", "batch", -1, 5)))),
@@ -61,6 +59,8 @@ IN_PLACE = {
 MORE = {
     "no fault": Case(Plan()),
     "after the step": Case(Plan(faults=_one("stepped", 1))),
+    "gloo": Case(Plan(backend="gloo", faults=_one("backward", 0))),
+    "stage 2": Case(Plan(optimizer="stage2", faults=_one("write>", 0))),
     "mixed precision": Case(Plan(model="low", faults=_one("forward", 1, 3))),
     "after an epoch's loop": Case(Plan(faults=_one("epoch", 1))),
     "overlapped": Case(Plan(optimizer="overlap", faults=_one("backward", 0))),

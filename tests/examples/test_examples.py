@@ -111,6 +111,7 @@ def test_communication_hook() -> None:
     assert len(losses) == 3 and max(losses) < 1.0
 
 
+@pytest.mark.thorough  # compiling takes its time; tests/compile does it
 def test_compiled() -> None:
     said = run_example(2, "compiled.py", "aot_eager")[0]
     found = re.fullmatch(r"loss ([\d.]+) -> ([\d.]+), compiled by aot_eager, (\d+) buckets\n", said)

@@ -253,6 +253,7 @@ def _check_script(program: Program, tmp_path: Path, runner: Runner) -> None:
     assert done.stdout.count(f"0 of {2 * (1 + len(program.parts))} tensors") == 2
 
 
+@pytest.mark.thorough
 def test_the_command_replays_a_seed_and_says_how_many_failed(capsys: pytest.CaptureFixture[str]) -> None:
     # In this process, whose fork server is there already.
     assert main(["--count", "3", "--seed", str(FIRST_SEED)]) == 0

@@ -17,8 +17,23 @@ RESIDUAL = "src/phalanx/comm/hooks/compress/residual.py"
 PARAMS = "src/phalanx/plan/params.py"
 BUCKETS = "src/phalanx/plan/buckets.py"
 SHARDS = "src/phalanx/plan/shards.py"
+STEPS = "src/phalanx/ddp/features/steps.py"
 
 MUTATIONS = (
+    Mutation(
+        name="steps: steps of plain optimizers are not counted",
+        file=STEPS,
+        old="            count.num_steps = before + 1\n",
+        new="            count.num_steps = before\n",
+        tests="tests/mismatch/test_mismatch.py::test_a_setting_that_differs_is_an_error_on_every_rank",
+    ),
+    Mutation(
+        name="steps: a step inside a step is one more",
+        file=STEPS,
+        old="            count.num_steps = before + 1\n",
+        new="            count.num_steps += 1\n",
+        tests="tests/mismatch/test_mismatch.py::test_what_may_differ_leaves_all_ranks_with_the_same_bits",
+    ),
     Mutation(
         name="join: a rank without inputs does not follow a change of dtype",
         file="src/phalanx/ddp/features/join.py",
@@ -51,10 +66,17 @@ MUTATIONS = (
     Mutation(
         name="precision: low-precision copies that were freed are not made again",
         file=PRECISION,
-        old="            self._low = self._make_low()\n        self._put_low()\n        self._began_with",
+        old="            self._low = self._make_low()\n        self._put_low(self._full",
         new="            self._low = [each.data for each in (*self._params, *self._buffers)]\n"
-        "        self._put_low()\n        self._began_with",
+        "        self._put_low(self._full",
         words="mixed recomputed TwoForwards",
+        tests="tests/ddp/test_precision.py",
+    ),
+    Mutation(
+        name="precision: what another wrapper has put low is taken for the full one",
+        file=PRECISION,
+        old="        self._put_low(self._full_elsewhere())\n",
+        new="        self._put_low()\n",
         tests="tests/ddp/test_precision.py",
     ),
     Mutation(
@@ -230,5 +252,33 @@ MUTATIONS = (
         new="        self._module, self._old = module, set(module.modules())\n",
         also=(("            if id(module) in seen:\n", "            if id(module) in seen or module not in self._old:\n"),),
         tests="tests/ddp/test_buffers.py",
+    ),
+    Mutation(
+        name="residuals: those of a bucket that no longer asks stay behind",
+        file="src/phalanx/comm/hooks/compress/residual.py",
+        old="        if kept is not None or any(not names.isdisjoint(other.names) for other in self._kept.values()):\n",
+        new="        if kept is not None:\n",
+        tests="tests/comm/hooks/test_compression.py",
+    ),
+    Mutation(
+        name="residuals: memory of those that wait is used again",
+        file="src/phalanx/comm/hooks/compress/residual.py",
+        old="                if (new := self._kept.get(index)) is not None and new is not old and new.names == old.names\n",
+        new="                if self._kept.get(index) is not old\n",
+        tests="tests/comm/hooks/test_compression.py",
+    ),
+    Mutation(
+        name="phalanx group: complex numbers go to gloo, which takes no heed of strides",
+        file="src/phalanx/comm/group/arguments.py",
+        old="        can_do = op is ReduceOp.SUM\n",
+        new="        can_do = False\n",
+        tests="tests/comm/group/test_process_group.py",
+    ),
+    Mutation(
+        name="PowerSGD: factors of a step that may be thrown away are saved",
+        file="src/phalanx/comm/hooks/compress/powersgd.py",
+        old="        factors = self.factors if self._factors_before is None else self._factors_before\n",
+        new="        factors = self.factors\n",
+        tests="tests/comm/hooks/test_torch.py",
     ),
 )

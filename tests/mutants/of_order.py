@@ -15,6 +15,20 @@ TESTS = "tests/ddp/test_several_wrappers.py"
 
 MUTATIONS = (
     Mutation(
+        name="local: an update begins before all ranks are known to make it",
+        file="src/phalanx/zero/partition/local.py",
+        old="        self.await_others()\n",
+        new="",
+        tests="tests/mismatch/test_mismatch.py::test_a_setting_that_differs_is_an_error_on_every_rank",
+    ),
+    Mutation(
+        name="zero settings: ranks that step by other settings have cast the same vote",
+        file="src/phalanx/zero/settings.py",
+        old="        if sums.tolist() != [world * number, world * number * number]:\n",
+        new="        if not sums.tolist():\n",
+        tests="tests/mismatch/test_mismatch.py::test_a_setting_that_differs_is_an_error_on_every_rank",
+    ),
+    Mutation(
         name="order: a wrapper does not wait for the one before it",
         file=FLIGHT,
         old="        if any(other.has_early_buckets for other in self.reducer.order.before(self.reducer)):\n",

@@ -148,7 +148,7 @@ MUTATIONS = (
         old="            self.gradient_shards.give_up()\n",
         new="            self.gradient_shards._given = {}\n",
         words="Fail overlapped_later",
-        tests="tests/zero/test_carried.py",
+        tests="tests/zero/test_accumulated.py",
     ),
     Mutation(
         name="overlap: the whole means of the first backward are not divided",
@@ -168,18 +168,18 @@ MUTATIONS = (
     Mutation(
         name="gradient shards: the mean of the backward before is not added",
         file=GRADIENTS,
-        old="                    gradient.add_(carried[k]) if used else gradient.copy_(carried[k])\n",
-        new="                    None if used else gradient.copy_(carried[k])\n",
+        old="                    gradient.add_(accumulated[k]) if used else gradient.copy_(accumulated[k])\n",
+        new="                    None if used else gradient.copy_(accumulated[k])\n",
         words="overlapped_later",
         tests="tests/zero/test_overlap.py",
     ),
     Mutation(
         name="gradient shards: after a pass that failed, its own means are carried over",
         file=GRADIENTS,
-        old="                self._carried[number] = kept or [gradient.clone()",
-        new="                self._carried[number] = [gradient.clone()",
+        old="                self._accumulated[number] = kept or [gradient.clone()",
+        new="                self._accumulated[number] = [gradient.clone()",
         words="Fail overlapped_later",
-        tests="tests/zero/test_carried.py",
+        tests="tests/zero/test_accumulated.py",
     ),
     Mutation(
         name="gradient shards: means that the user zeroed count as means",
@@ -194,7 +194,7 @@ MUTATIONS = (
         old="                    gradient.copy_(mine.pop(_SET_ASIDE))\n",
         new="                    mine.pop(_SET_ASIDE)\n",
         words="overlapped_later",
-        tests="tests/zero/test_carried.py",
+        tests="tests/zero/test_accumulated.py",
     ),
     Mutation(
         name="gradient shards: units that two ranks compute count twice in the norm",
@@ -281,7 +281,7 @@ MUTATIONS = (
         new="            # Another rank may still be computing with the parameters that this one is about to change.\n"
         "            self.gathering.finish()\n",
         words="shared_parameters=True zero",
-        tests="tests/zero/test_carried.py",
+        tests="tests/zero/test_closures.py::test_shared_parameters_stay_as_they_are_while_another_rank_evaluates",
     ),
     Mutation(
         name="element: edges are sent before they are stored",
@@ -298,7 +298,7 @@ MUTATIONS = (
         "                self._finish_oldest()\n",
         new="",
         words="zero",
-        tests="tests/zero/test_carried.py",
+        tests="tests/zero/test_accumulated.py",
     ),
     Mutation(
         name="clipping: each rank clips by the norm of its own shards",
@@ -335,8 +335,8 @@ MUTATIONS = (
     Mutation(
         name="gradients: what is carried is gone when a bucket has it, though the pass may fail",
         file=GRADIENTS,
-        old="            carried = None if again else self._carried.get(number)\n",
-        new="            carried = self._carried.pop(number, None)\n",
+        old="            accumulated = None if again else self._accumulated.get(number)\n",
+        new="            accumulated = self._accumulated.pop(number, None)\n",
         tests="tests/zero/test_failed_backward.py",
     ),
     Mutation(
@@ -370,8 +370,8 @@ MUTATIONS = (
     Mutation(
         name="optimizer: options changed after the backward that stepped are taken for those of the step",
         file=OPTIMIZER,
-        old="        elif changed := self._settings.changed_since_update():\n",
-        new='        elif changed := "":\n',
+        old="        if overlap.confirm() and (changed := self._settings.changed_since_update()):\n",
+        new='        if overlap.confirm() and (changed := ""):\n',
         tests="tests/zero/test_closures.py",
     ),
     Mutation(
@@ -391,9 +391,9 @@ MUTATIONS = (
     Mutation(
         name="element: a bucket is looked at when others have been stepped",
         file=ELEMENT,
-        old="                shard.refresh()\n                shard.check_gradients()\n            local.update.begin()\n"
+        old="                shard.refresh()\n                shard.check_gradients()\n            local.begin_update()\n"
         "            for shard in due:\n",
-        new="                pass\n            local.update.begin()\n            for shard in due:\n"
+        new="                pass\n            local.begin_update()\n            for shard in due:\n"
         "                shard.refresh()\n                shard.check_gradients()\n",
         tests="tests/zero/test_torn.py",
     ),
@@ -412,9 +412,9 @@ MUTATIONS = (
         tests="tests/zero/test_memory.py",
     ),
     Mutation(
-        name="optimizer: a second step for one backward does nothing in silence",
-        file=OPTIMIZER,
-        old="            overlap.refuse_used()\n",
+        name="overlap: a second step for one backward does nothing in silence",
+        file=OVERLAP,
+        old="            self._refuse_used()\n",
         new="",
         tests="tests/zero/test_closures.py",
     ),
@@ -484,8 +484,8 @@ MUTATIONS = (
     Mutation(
         name="zero settings: a step without a backward is made by one rank alone",
         file="src/phalanx/zero/settings.py",
-        old="        if self._values != self._equal or not is_new:\n",
-        new="        if self._values != self._equal:\n",
+        old="uses_means and self._rides_in_tail and not self._is_reduced\n",
+        new="False\n",
         tests="tests/mismatch/test_mismatch.py::test_a_setting_that_differs_is_an_error_on_every_rank",
     ),
     Mutation(

@@ -27,6 +27,8 @@ _FLAGS = (
     "--disable-background-networking",
     "--disable-component-update",
     "--disable-sync",
+    # Its memory files in /dev/shm would look like leaks of the tests that run beside it.
+    "--disable-dev-shm-usage",
     "--window-size=1280,1000",
 )
 

@@ -128,6 +128,7 @@ def test_runs_says_what_became_of_the_ranks(tmp_path: Path, capsys: pytest.Captu
 
 if INSTALLED:
 
+    @pytest.mark.thorough  # a browser of its own
     @pytest.mark.timeout(60)
     @pytest.mark.allow_leaks("children")
     def test_the_picture_is_drawn_at_any_width(tmp_path: Path) -> None:

@@ -147,6 +147,7 @@ if INSTALLED:
         assert browser.run("return document.documentElement.dataset.theme") == "dark"
         assert browser.run(ink) != light
 
+    @pytest.mark.thorough  # a browser of its own; the button above shows the dark charts
     def test_the_page_follows_a_dark_system(page: Path) -> None:
         with Browser("--force-dark-mode", "--blink-settings=preferredColorScheme=0") as browser:
             browser.open(page)

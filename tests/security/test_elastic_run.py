@@ -145,6 +145,7 @@ def open_folder() -> Iterator[Path]:
 
 
 @needs_root
+@pytest.mark.thorough  # what it tries of any run is in test_one_host.py
 def test_another_user_gets_at_nothing_of_an_elastic_run(open_folder: Path) -> None:
     options = ("--elastic", "--nproc", "3", "--min", "2")
     with Running(open_folder, SETTING + ELASTIC, *options) as run:

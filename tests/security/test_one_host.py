@@ -40,7 +40,7 @@ def listeners(run: Running) -> dict[int, list[tuple[str, int]]]:
     }
 
 
-@pytest.mark.parametrize("backend", ["gloo", "phalanx"])
+@pytest.mark.parametrize("backend", [pytest.param("gloo", marks=pytest.mark.thorough), "phalanx"])
 def test_a_plain_script_runs_and_nothing_listens_beyond_loopback(tmp_path: Path, backend: str) -> None:
     script = PLAIN.format(backend=backend).replace("import torch,", "import phalanx, torch,")
     with Running(tmp_path, script, "--nproc", "2") as run:
@@ -116,6 +116,7 @@ def test_another_host_reaches_no_port_of_the_run(tmp_path: Path) -> None:
 
 
 @needs_root
+@pytest.mark.thorough
 def test_a_network_of_its_own_keeps_gloo_from_the_other_users_of_the_host(tmp_path: Path) -> None:
     # The recipe of SECURITY.md for hosts shared with people one does not trust.
     prefix = ["unshare", "--map-root-user", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]

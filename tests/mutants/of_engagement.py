@@ -1,0 +1,61 @@
+"""Mistakes in who works for whom: optimizers and wrappers, gradients that have been used, parts that ranks make alone."""
+
+from __future__ import annotations
+
+from tests.mutants.mutation import Mutation
+
+OVERLAP = "src/phalanx/zero/overlap/overlap.py"
+GRADIENTS = "src/phalanx/zero/overlap/gradient_shards.py"
+SHARDED = "src/phalanx/zero/state/sharded_optimizer.py"
+
+MUTATIONS = (
+    Mutation(
+        name="overlap: a step hook finds local gradients in the midst of a backward",
+        file=OVERLAP,
+        old="or not self.scatters else self.gradient_shards.shown()",
+        new="or not self.scatters else nullcontext()",
+        tests="tests/zero/test_successors.py",
+    ),
+    Mutation(
+        name="overlap: a gradient that is changed after its update is ignored",
+        file=OVERLAP,
+        old="            self._refuse_changed()\n",
+        new="            pass\n",
+        tests="tests/zero/test_successors.py",
+    ),
+    Mutation(
+        name="overlap: backwards of a wrapper that was left for another one are stepped by nobody",
+        file=OVERLAP,
+        old="            former.reducer.listeners.append(LeftWrapper(partial(_is_in_use, weakref.ref(self))))\n",
+        new="",
+        tests="tests/zero/test_successors.py",
+    ),
+    Mutation(
+        name="overlap: an optimizer steps by the slices of its last backward, where another one has the wrapper",
+        file=OVERLAP,
+        old="        self.engaged()  # where another optimizer has taken over",
+        new="        # where another optimizer has taken over",
+        tests="tests/zero/test_successors.py",
+    ),
+    Mutation(
+        name="gradients: what is added to a scattered gradient by a factor is added without it",
+        file=GRADIENTS,
+        old="and not kwargs and _is_like(args[1], first):",
+        new="and _is_like(args[1], first):",
+        tests="tests/zero/test_successors.py",
+    ),
+    Mutation(
+        name="sharded: a rank whose class refuses its parameters raises alone",
+        file=SHARDED,
+        old="            made = error\n",
+        new="            raise error\n",
+        tests="tests/zero/test_params.py",
+    ),
+    Mutation(
+        name="state: what belongs to no parameter is left out of a state in silence",
+        file="src/phalanx/zero/state/local_state.py",
+        old="        if strange:\n",
+        new="        if False:\n",
+        tests="tests/zero/test_state.py",
+    ),
+)
