@@ -6,6 +6,7 @@ As in `rows`: rank 1 is the odd one, and every row must raise on all ranks.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -142,6 +143,33 @@ def plainly(num_backwards: int, num_steps: int) -> Row:
     return row
 
 
+def set_lr(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.param_groups[0]["lr"] = 0.7
+
+
+def plain_options(change: Callable[[Any], None], late: bool) -> Row:
+    """The odd rank changes options of a plain optimizer, after some steps or, with `late` not, before the first."""
+
+    def row(world: Odd) -> None:
+        wrapped = wrap()
+        optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        if world.odd and not late:
+            change(optimizer)
+        for _ in range(3):
+            backward(wrapped)
+            optimizer.step()
+            schedule.step()
+        world.settled(wrapped)
+        if world.odd and late:
+            change(optimizer)
+        backward(wrapped)
+        optimizer.step()
+        _exchange(world).barrier()
+
+    return row
+
+
 def forward_once_more(world: Odd) -> None:
     """Without a backward: only its buffers are synchronised."""
     wrapped = phalanx.DistributedDataParallel(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8)))
@@ -185,6 +213,11 @@ ROWS: dict[str, tuple[Row, str]] = {
     "step left out": (once_more("no step"), "agreeing on the settings of ZeroRedundancyOptimizer"),
     "a plain step more": (plainly(1, 2), _STEPS + "2 on rank 1"),
     "a plain step less": (plainly(1, 0), _STEPS + "0 on rank 1"),
+    "a plain rate later": (plain_options(set_lr, late=True), "lr of group 0 is 0.0125 on rank 0, 2, 0.7 on rank 1"),
+    "a plain rate at once": (
+        plain_options(set_lr, late=False),
+        "lr of group 0 in the last step, which has been applied is 0.1 on rank 0, 2, 0.7 on rank 1",
+    ),
     "a backward more before a plain step": (plainly(2, 1), _STEPS + "0 on rank 1"),
     "forward once more": (forward_once_more, "broadcast of 128 x uint8"),
     "buffer added later": (buffer_added_later, "this rank has 2 tensors of 32 bytes together, rank 0 has 1 of 12"),

@@ -30,15 +30,16 @@ from ..comm.failure.agreement import agreeing_on
 from ..comm.memory.copies import as_memory
 from ..ddp.features.drift import gather_digests
 from ..ddp.features.settings import carry
+from ..ddp.features.steps import compares_itself
 from ..ddp.module import DistributedDataParallel
 from ..ddp.wrappers import known_wrappers, listen
 from ..errors import MismatchError
+from ..optim.options import comparable, own_options
 from .join import Attendance, FollowedOptions
 
 _OCCASION = "the settings of ZeroRedundancyOptimizer"
 _UNREDUCED = "step() without a backward that was reduced since the last step()"
 _VOTE_BITS = 24  # the square of such a number, summed over ranks, is exact in double precision
-_SIMPLE = (bool, int, float, complex, str, type(None))
 
 Values = tuple[Any, ...]
 
@@ -82,6 +83,7 @@ class CommonSettings:
         self.params = frozenset(map(id, _params(optimizer)))
         self._followed = FollowedOptions(collectives, _params(optimizer)[0].device)
         self._attendance = Attendance.ALL
+        compares_itself(optimizer)
         for wrapper in known_wrappers()[::-1]:
             self.consider(wrapper)
         listen(self)
@@ -255,9 +257,8 @@ class CommonSettings:
         optimizer = self._optimizer()
         if optimizer is not None:
             groups = optimizer.param_groups
-            # Only the class's own: what else users put into groups is theirs, and may be a rank's own.
-            keys = tuple(sorted({*optimizer.defaults, *more}))
-            options = tuple(tuple([_plain(group.get(key)) for key in keys]) for group in groups)
+            keys = tuple(sorted({*own_options(optimizer), *more}))
+            options = tuple(tuple([comparable(group.get(key)) for key in keys]) for group in groups)
             self._values = (keys, options, self._clip, self._loaded, self._names)
 
     def _in_words(self, values: Values) -> dict[str, str]:
@@ -313,18 +314,6 @@ def _refuse_permuted(params: Sequence[torch.Tensor], collectives: Collectives) -
                 f"{collectives.me}: the parameters of ZeroRedundancyOptimizer are in another order on rank {number}: its "
                 f"parameter {place} has the values of parameter {theirs} of rank {usual}. Give all ranks the same order."
             )
-
-
-def _plain(value: Any) -> Any:
-    """The value in a form that ranks can compare; of what has none, the name of its kind."""
-    if isinstance(value, _SIMPLE):
-        return value
-    if isinstance(value, (tuple, list)):
-        return tuple(_plain(part) for part in value)
-    if isinstance(value, torch.Tensor):
-        # On a device, looking would make the host wait in every step.
-        return value.item() if value.numel() == 1 and value.device.type == "cpu" else f"a tensor on {value.device.type}"
-    return type(value).__name__
 
 
 def _checksum(state: Any) -> str:

@@ -68,6 +68,8 @@ def differences(texts: Sequence[bytes], ranks: Sequence[int]) -> str:
         points = [occasion + value for occasion, value in zip(occasions, single, strict=True)]
         return f"the ranks are not at the same point: {_by_value(points, ranks)}"
     names = sorted({name for said in settings for name in said}, key=lambda name: (len(name), name))
+    # What a rank does not have at all may follow from something else that differs, which comes first.
+    names.sort(key=lambda name: any(name not in said for said in settings))
     differing = [name for name in names if len({said.get(name) for said in settings}) > 1]
     told = [f"{name} is {_by_value([said.get(name, 'missing') for said in settings], ranks)}" for name in differing[:5]]
     more = f" (and {len(differing) - 5} more)" if len(differing) > 5 else ""

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from ...optim.in_backward import in_backward_optimizers
+from ...optim.options import comparable, own_options
 from ..buckets.bucket import Bucket
 from ..reducer.listener import Listener
 from .settings import carry
@@ -26,8 +27,6 @@ from .torch_in_backward import TorchInBackward, torch_in_backward
 
 if TYPE_CHECKING:
     from ..module import DistributedDataParallel
-
-_SIMPLE = (bool, int, float, str, type(None))
 
 
 class SteppedInBackward(Protocol):
@@ -102,7 +101,7 @@ class CommonOptimizers:
         if ddp is None or ddp._join_config.enable:
             # A rank that has joined keeps the rate of its own last step, and takes over the others' parameters at the end.
             return 0
-        rates = tuple([_plain(group.get("lr")) for _, group in self._groups])
+        rates = tuple([comparable(group.get("lr")) for _, group in self._groups])
         if rates != self._rates:
             self._rates, self._number = rates, zlib.crc32(repr(rates).encode())
         return self._number
@@ -136,17 +135,6 @@ def adopt(ddp: DistributedDataParallel) -> None:
 
 def _in_words(optimizer: torch.optim.Optimizer, max_norm: float | None) -> str:
     group = optimizer.param_groups[0]
-    options = ", ".join(f"{name}={_plain(group[name])!r}" for name in sorted(optimizer.defaults) if name in group)
+    options = ", ".join(f"{name}={comparable(group[name])!r}" for name in own_options(optimizer) if name in group)
     limit = "" if max_norm is None else f", max_norm={float(max_norm)}"
     return f"{type(optimizer).__name__}({options}{limit})"
-
-
-def _plain(value: Any) -> Any:
-    """The value in a form that ranks can compare; of what has none, the name of its kind."""
-    if isinstance(value, _SIMPLE):
-        return value
-    if isinstance(value, (tuple, list)):
-        return tuple(_plain(part) for part in value)
-    if isinstance(value, torch.Tensor) and value.numel() == 1 and value.device.type == "cpu":
-        return value.item()  # on a device, looking would make the host wait in every step
-    return type(value).__name__

@@ -1,10 +1,15 @@
-"""How many steps optimizers have made on a wrapper's parameters since its last backward: the same on all ranks.
+"""The steps that optimizers have made on a wrapper's parameters since its last backward: the same on all ranks.
 
-A plain optimizer is stepped by each rank by itself, and nobody knows its settings. But that it is stepped can be seen, by
-torch's own hook of all optimizers. A rank that leaves a step out, makes one more, or makes one by gradients of `no_sync()`
-while the others reduce theirs, comes to the next backward with another number; and so does one that makes a backward more,
-which meets the next one of the others. The first bucket's tail carries the number (`settings`), so that it is found out
-before the others apply anything.
+A plain optimizer is stepped by each rank by itself. But that it is stepped, and by which options, can be seen by torch's own
+hook of all optimizers. A rank that leaves a step out, makes one more, or makes one by gradients of `no_sync()` while the
+others reduce theirs, comes to the next backward with another number; and so does one that makes a backward more, which
+meets the next one of the others. One with another learning rate, by a schedule that goes by its own loss or by its own
+number of batches, comes with other options. The first bucket's tail carries a number made of both (`settings`): what
+differs is found out before the others apply anything more.
+
+    number                               of steps since the last pass
+    used                                 class and options of the last step; these were applied
+    now                                  its options when the next backward begins: they will be, and have not been yet
 
 Not counted:
 
@@ -12,12 +17,14 @@ Not counted:
     a step during backward               compared otherwise (`in_backward`, and ZeRO's own settings)
     a step with learning rates of 0      changes nothing: by one, checkpoints have an optimizer make its state
 
-Must not know how an optimizer steps, nor by what.
+Must not know how an optimizer steps.
 """
 
 from __future__ import annotations
 
 import weakref
+import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -27,9 +34,43 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ...comm.untraced import untraced
 from ...optim.engine import current_backward
+from ...optim.options import comparable, own_options
 
 if TYPE_CHECKING:
     from ..module import DistributedDataParallel
+
+_MOST_GROUPS = 64  # of an optimizer, spread over all: one with a group per parameter is not read through in every step
+
+Values = tuple[tuple[Any, ...], ...]
+"""The values of options, per group."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """One step of an optimizer. Its groups are held until the next pass: ranks free an optimizer at different moments."""
+
+    optimizer: str
+    options: tuple[str, ...]
+    numbers: tuple[int, ...]  # of the groups
+    groups: Sequence[dict[str, Any]]
+    used: Values
+
+    @classmethod
+    def of(cls, optimizer: torch.optim.Optimizer, numbers: tuple[int, ...]) -> _Step:
+        """`numbers`: of the groups that have parameters of the wrapper."""
+        if optimizer in _compare_themselves:
+            return cls(type(optimizer).__name__, (), (), (), ())
+        options, groups = own_options(optimizer), [optimizer.param_groups[number] for number in numbers]
+        return cls(type(optimizer).__name__, options, numbers, groups, _read(groups, options))
+
+    @property
+    def values(self) -> tuple[str, tuple[str, ...], tuple[int, ...], Values, Values]:
+        """All that ranks have in common, with the options as they are now."""
+        return self.optimizer, self.options, self.numbers, self.used, _read(self.groups, self.options)
+
+
+def _read(groups: Sequence[dict[str, Any]], options: Sequence[str]) -> Values:
+    return tuple([tuple([comparable(group.get(option)) for option in options]) for group in groups])
 
 
 class StepCount:
@@ -42,23 +83,40 @@ class StepCount:
         self._ids = frozenset(map(id, ddp.reducer.params))
         self._group: Any = None
         self._were_uneven = False  # whether ranks may have made other steps before the last pass
-        self._told = 0
+        self._steps: list[_Step] = []  # since the last pass
         self._num_before = 0  # of all steps, those before the last pass
-        self.num_steps = 0
+        self._told = 0
+        self._last: tuple[Any, ...] = ()  # the values of the last step before the last pass
+        self._numbered: tuple[tuple[Any, ...], int] = ((), 0)  # what was told last, and the number made of it
         _counts.add(self)
         _known.clear()
         _watch_steps()
 
-    def concerns(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether a step of `optimizer` changes parameters of the wrapper."""
-        return any(id(param) in self._ids for group in optimizer.param_groups for param in group["params"])
+    @property
+    def num_steps(self) -> int:
+        """Of all passes together."""
+        return self._num_before + len(self._steps)
+
+    def groups_of(self, optimizer: torch.optim.Optimizer) -> tuple[int, ...]:
+        """The numbers of the groups in which parameters of the wrapper are."""
+        groups = optimizer.param_groups
+        found = [n for n, group in enumerate(groups) if any(id(param) in self._ids for param in group["params"])]
+        return tuple(found[:: -(-len(found) // _MOST_GROUPS) or 1])
+
+    def stepped(self, before: int, step: _Step) -> None:
+        """A step has ended, at whose begin there were `before`: steps inside of it, if there were any, are part of it."""
+        del self._steps[max(0, before - self._num_before) :]
+        self._steps.append(step)
 
     def prepare(self, joined: bool) -> None:
         """Nothing is exchanged before a pass."""
 
     def tell(self) -> int:
-        """How many steps were made since the last pass, if it must be the same on all ranks."""
-        self._told, self._num_before = self.num_steps - self._num_before, self.num_steps
+        """A number made of the steps since the last pass, if they must be the same on all ranks; else 0."""
+        steps, self._steps = self._steps, []
+        self._told, self._num_before = len(steps), self._num_before + len(steps)
+        if steps:
+            self._last = steps[-1].values
         ddp = self._ddp()
         # A rank that has joined makes no steps; with a hook, ranks may be meant to train apart for a while (local SGD).
         is_uneven = ddp is None or ddp._join_config.enable or ddp.reducer.strategy.name is not None
@@ -67,13 +125,24 @@ class StepCount:
             self._were_uneven |= self._group is not None
             self._group = ddp.process_group
         if is_uneven or self._were_uneven:
-            self._told = 0
+            self._told, self._last = 0, ()
         self._were_uneven = is_uneven
-        return self._told
+        told = (self._told, *self._last)
+        if told != self._numbered[0]:
+            self._numbered = told, zlib.crc32(repr(told).encode())
+        return self._numbered[1]
 
     def settings(self) -> dict[str, str]:
         """What was told last, in words."""
-        return {"number of optimizer steps since the last averaged backward": str(self._told)}
+        words = {"number of optimizer steps since the last averaged backward": str(self._told)}
+        if not self._last:
+            return words
+        optimizer, options, numbers, used, now = self._last
+        words["optimizer of the last step"] = optimizer
+        for when, values in (("", now), (" in the last step, which has been applied", used)):
+            for number, group in zip(numbers, values, strict=True):
+                words |= {f"{o} of group {number}{when}": repr(v) for o, v in zip(options, group, strict=True)}
+        return words
 
     def all_have(self, told: int) -> None:
         """Nothing depends on it."""
@@ -81,16 +150,23 @@ class StepCount:
 
 @dataclass(slots=True)
 class _Stepped:
-    """An optimizer: how many parameters it has, those who count its steps, and what each had counted when one began."""
+    """An optimizer: how many parameters it has, those who count its steps and by which groups, and what each had counted
+    when one began."""
 
     num_params: int
-    counts: tuple[weakref.ref[StepCount], ...]
+    counts: tuple[tuple[weakref.ref[StepCount], tuple[int, ...]], ...]
     before: list[int]
 
 
 _counts: weakref.WeakSet[StepCount] = weakref.WeakSet()
 # Found once per optimizer, not in every step.
 _known: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Stepped] = weakref.WeakKeyDictionary()
+_compare_themselves: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+
+
+def compares_itself(optimizer: torch.optim.Optimizer) -> None:
+    """Of this one only the number of steps is told: its ranks compare its options by other ways, and sooner."""
+    _compare_themselves.add(optimizer)
 
 
 @cache
@@ -105,9 +181,9 @@ def _begins(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
     num_params = sum(len(group["params"]) for group in optimizer.param_groups)
     known = _known.get(optimizer)
     if known is None or known.num_params != num_params:
-        found = tuple(weakref.ref(count) for count in _counts if count.concerns(optimizer))
+        found = tuple((weakref.ref(count), groups) for count in _counts if (groups := count.groups_of(optimizer)))
         known = _known[optimizer] = _Stepped(num_params, found, [])
-    known.before = [0 if (count := one()) is None else count.num_steps for one in known.counts]
+    known.before = [0 if (count := one()) is None else count.num_steps for one, _ in known.counts]
 
 
 @untraced
@@ -115,10 +191,9 @@ def _ended(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
     known = _known.get(optimizer)
     if known is None or current_backward() != -1 or all(_is_nought(group.get("lr")) for group in optimizer.param_groups):
         return
-    for one, before in zip(known.counts, known.before, strict=True):
+    for (one, groups), before in zip(known.counts, known.before, strict=True):
         if (count := one()) is not None:
-            # Not one more than now: steps inside of this one, if there were any, are part of it.
-            count.num_steps = before + 1
+            count.stepped(before, _Step.of(optimizer, groups))
 
 
 def _is_nought(rate: Any) -> bool:
