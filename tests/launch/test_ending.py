@@ -99,3 +99,41 @@ def test_workers_do_not_outlive_a_killed_launcher(tmp_path: Path) -> None:
     wait_until_gone(run.workers, 5)
     for child in run.children:
         os.kill(child, signal.SIGKILL)
+
+
+# In the place of a thread of gloo's that nobody can wake: one of its name, which does not wait as those at rest do.
+WITH_A_THREAD_OF_GLOO = """
+import os, sys, threading, time
+import phalanx
+
+def work():
+    with open(f"/proc/self/task/{threading.get_native_id()}/comm", "w") as name:
+        name.write("pt_gloo_runloop")
+    named.set()
+    time.sleep(600)
+
+def leave(code, exit=os._exit):
+    print("left with", code, flush=True)
+    exit(code)
+
+named = threading.Event()
+threading.Thread(target=work, daemon=True).start()
+named.wait()
+os._exit = leave
+if sys.argv[1] == "raise":
+    raise ValueError("on purpose")
+if sys.argv[1] != "end":
+    sys.exit(int(sys.argv[1]))
+"""
+
+
+def test_a_worker_with_a_collective_that_goes_on_ends_with_its_own_code(tmp_path: Path) -> None:
+    """Taken down while gloo is at work, the interpreter would abort."""
+    (script := tmp_path / "train.py").write_text(WITH_A_THREAD_OF_GLOO)
+    wanted = {"end": 0, "7": 7, "raise": 1}
+    command = [sys.executable, "-m", "phalanx.cli.main", "run", "--nproc", "1", "--run-dir"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    runs = {how: Command([*command, str(tmp_path / how), str(script), how], **pipes) for how in wanted}
+    for how, run in runs.items():
+        said = run.communicate(timeout=PATIENCE * 30)[0]
+        assert f"left with {wanted[how]}" in said, said

@@ -8,6 +8,13 @@ BUFFERS = "tests/ddp/test_buffers.py"
 
 MUTATIONS = (
     Mutation(
+        name="ends: nobody knows the code with which a worker exits",
+        file="src/phalanx/launch/bootstrap.py",
+        old="        exits_with(error.code)\n",
+        new="",
+        tests="tests/launch/test_ending.py::test_a_worker_with_a_collective_that_goes_on_ends_with_its_own_code",
+    ),
+    Mutation(
         name="crossed: groups of the same members are not compared",
         file="src/phalanx/comm/crossed.py",
         old="    if theirs != mine:\n",

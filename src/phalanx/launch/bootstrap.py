@@ -29,6 +29,7 @@ from typing import Any, TextIO
 from torch import distributed as dist
 
 from phalanx.comm.failure.folding import fold
+from phalanx.comm.failure.gloo_threads import exits_with
 from phalanx.comm.failure.last_words import said_by, tell_exit
 from phalanx.errors import CollectiveTimeout, PeerFailure
 from phalanx.launch.rundir import open_private
@@ -57,16 +58,20 @@ def main(arguments: list[str]) -> None:
         # Until here an interrupt ended us by the system's own hand, without a traceback of imports.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         _run(arguments)
+        exits_with(0)
     except SystemExit as error:
         tell_exit(error)
+        exits_with(error.code)
         raise
     except KeyboardInterrupt:
         # The user ended the run; where each rank stood is not news, nor is what a second interrupt would interrupt.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+        exits_with(128 + signal.SIGINT)
         sys.exit(128 + signal.SIGINT)
     except BaseException as error:
         _record_failure(error)
         _show(error)
+        exits_with(1)
         sys.exit(1)
     finally:
         trace.stop()

@@ -38,6 +38,9 @@ _REGISTERED = re.compile(r"^tfd:\s*(\d+)", re.MULTILINE)
 
 _GRACE_S = 0.05  # a collective that is about to end may do so before connections are cut
 _LIMIT_S = 3.0
+# A sender whose peer died in the midst of a message can be woken by nobody, and sleeps until the collective's own limit; the
+# end of its group would wait for it just so.
+_SENDER_S = 60.0
 _BUSY_S = 0.1  # a loop runs through its events in less, also on a busy machine
 _LOOKS = 3  # in a row, at rest: between two waits a thread may look so for a moment
 
@@ -156,15 +159,27 @@ def leave_behind(thread: threading.Thread) -> None:
     _left_behind.append(thread)
 
 
+_exit_code: int | None = None
+
+
+def exits_with(code: object) -> None:
+    """This process is about to end by `sys.exit(code)`, or by its last line. Python tells nobody later."""
+    global _exit_code
+    _exit_code = 0 if code is None else code & 0xFF if isinstance(code, int) else 1
+
+
 def _rest_at_exit() -> None:
     if rest() and not any(thread.is_alive() for thread in _left_behind):
         return
-    # Taken down now, the interpreter may abort. Of an exception the exit code is known; of sys.exit() it is not.
-    if last_words.has_ended_by_exception():
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError):
-                stream.flush()
-        os._exit(1)
+    code = 1 if last_words.has_ended_by_exception() else _exit_code
+    if code is None:
+        rest(_SENDER_S)
+        return
+    # Taken down now, the interpreter may abort.
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
 
 
 # At import, so that it runs after what the user's program registers, which may still use its groups.
