@@ -139,4 +139,11 @@ MUTATIONS = (
         new="        if False:\n",
         tests="tests/security/test_caches.py::test_a_folder_of_another_user_is_not",
     ),
+    Mutation(
+        name="doors: a worker does not make the folder for compiled code before torch does",
+        file="src/phalanx/launch/bootstrap.py",
+        old="    guard_cache()\n",
+        new="",
+        tests="tests/security/test_caches.py::test_a_worker_makes_it_before_torch_uses_it",
+    ),
 )

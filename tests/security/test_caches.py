@@ -46,8 +46,31 @@ def test_a_folder_of_ones_own_is_used_and_one_that_all_can_change_is_not(usual: 
         assert list(found) == ["TMPDIR"] * (kind == "open") and len(said) == len(found)
         assert all(os.stat(folder).st_mode & 0o777 == 0o700 for folder in found.values())
     assert not any(map(os.path.exists, found.values()))
-    if kind == "missing":
-        assert usual.stat().st_mode & 0o777 == 0o700
+    assert usual.exists() == (kind != "missing")  # who compiles nothing leaves nothing
+
+
+COMPILE = """
+import os, tempfile
+import torch
+torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.1).step()
+folder = os.path.join(tempfile.gettempdir(), os.environ["NAME"])
+print("before:", os.path.exists(folder), flush=True)
+if os.environ["WHOSE"] == "theirs":
+    os.mkdir(folder)
+    os.chown(folder, 65534, 65534)
+import torch._inductor.codecache
+print("after:", oct(os.stat(folder).st_mode), flush=True)
+"""
+
+
+@needs_root
+@pytest.mark.parametrize("whose", ["ours", "theirs"])
+def test_a_worker_makes_it_before_torch_uses_it(tmp_path: Path, whose: str) -> None:
+    environ = {"NAME": usual_cache().name, "WHOSE": whose, "TMPDIR": str(tmp_path)}
+    with Running(tmp_path / "a", COMPILE, "--nproc", "1", cold=True, **environ) as run:
+        assert run.end() == (0 if whose == "ours" else 1)
+    assert "before: False" in run.said()
+    assert ("after: 0o40700" if whose == "ours" else "belongs to user 65534, and torch.compile would run") in run.said()
 
 
 @needs_root

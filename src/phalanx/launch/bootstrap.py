@@ -33,6 +33,7 @@ from phalanx.comm.failure.gloo_threads import exits_with
 from phalanx.comm.failure.last_words import said_by, tell_exit
 from phalanx.errors import CollectiveTimeout, PeerFailure
 from phalanx.launch.rundir import open_private
+from phalanx.launch.start.caches import guard_cache
 from phalanx.launch.store import answer_env_rendezvous
 from phalanx.launch.variables import AGENT_PID, STACKS_FILE, TRACE_DIRECTORY
 from phalanx.observe import trace
@@ -51,6 +52,7 @@ def main(arguments: list[str]) -> None:
     _dump_stacks_when_ended()
     beat = _beat()
     _trace_from_the_start()
+    guard_cache()
     answer_env_rendezvous(os.environ)
     if os.environ.get(SWAP) == "1":
         install()
