@@ -145,6 +145,27 @@ class Divided(torch.optim.Optimizer):
                 parameter.add_(parameter.grad, alpha=-0.1)
 
 
+class WithItsRank(torch.optim.SGD):
+    """Some keep among their options which rank they are, and where."""
+
+    def __init__(self, params: Any, rank: int) -> None:
+        super().__init__(params, lr=0.1)
+        for name, value in {"rank": rank, "log": f"rank-{rank}.log", "devices": [rank]}.items():
+            self.defaults[name] = self.param_groups[0][name] = value
+
+
+def options_of_its_own(world: Odd) -> list[torch.Tensor]:
+    """And what the script keeps beside an optimizer's options."""
+    wrapped = wrap()
+    optimizer = WithItsRank(wrapped.parameters(), world.rank)
+    optimizer.param_groups[0]["num_samples"] = 100 + world.rank
+    for _ in range(_STEPS):
+        optimizer.zero_grad()
+        wrapped(_inputs(world)).sum().backward()
+        optimizer.step()
+    return [parameter.detach().clone() for parameter in wrapped.parameters()]
+
+
 def steps_inside_steps(world: Odd) -> list[torch.Tensor]:
     """And before that a step by which nothing changes, as checkpoints make one for an optimizer without state."""
     wrapped = wrap()
@@ -187,6 +208,7 @@ ROWS: dict[str, Callable[[Odd], list[torch.Tensor]]] = {
     "kept checkpoints": kept,
     "seeds": seeded,
     "a step inside a step": steps_inside_steps,
+    "options of its own": options_of_its_own,
     "uneven inputs": after_uneven_inputs,
 }
 

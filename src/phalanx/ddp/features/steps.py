@@ -39,6 +39,7 @@ from ...optim.options import comparable, own_options
 if TYPE_CHECKING:
     from ..module import DistributedDataParallel
 
+_RANKS_OWN = ("rank", "device", "seed")  # in the name of an option that is meant to differ
 _MOST_GROUPS = 64  # of an optimizer, spread over all: one with a group per parameter is not read through in every step
 
 Values = tuple[tuple[Any, ...], ...]
@@ -60,7 +61,8 @@ class _Step:
         """`numbers`: of the groups that have parameters of the wrapper."""
         if optimizer in _compare_themselves:
             return cls(type(optimizer).__name__, (), (), (), ())
-        options, groups = own_options(optimizer), [optimizer.param_groups[number] for number in numbers]
+        groups = [optimizer.param_groups[number] for number in numbers]
+        options = tuple(name for name in own_options(optimizer) if not any(word in name for word in _RANKS_OWN))
         return cls(type(optimizer).__name__, options, numbers, groups, _read(groups, options))
 
     @property
@@ -70,7 +72,12 @@ class _Step:
 
 
 def _read(groups: Sequence[dict[str, Any]], options: Sequence[str]) -> Values:
-    return tuple([tuple([comparable(group.get(option)) for option in options]) for group in groups])
+    return tuple([tuple([_number(group.get(option)) for option in options]) for group in groups])
+
+
+def _number(value: Any) -> Any:
+    # Of anybody's optimizer it is not known what a text is for: it may name a rank's own device or file.
+    return "a text" if isinstance(value, str) else comparable(value)
 
 
 class StepCount:
