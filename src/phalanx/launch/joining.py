@@ -106,7 +106,7 @@ def _explained(environment: Environment, arrivals: Arrivals, error: RuntimeError
     if found is not None:
         arrivals.conclude()
         return found
-    lost = isinstance(error, dist.DistNetworkError) and environment.rank != 0
+    lost = environment.rank != 0 and (isinstance(error, dist.DistNetworkError) or not arrivals.store_answers)
     return _without_store(environment, error) if lost else error
 
 

@@ -119,7 +119,20 @@ class Arrivals:
         deadline = time.monotonic() + 2 * _LOOK_S
         while (error := self.error()) is None and time.monotonic() < deadline:
             time.sleep(_LONGEST_PAUSE_S)
+        # Also one that had made the group, on its side: to connect takes both, and this rank was not done.
+        ended = [rank for rank, process in self._come.items() if has_ended(process, self._process["host"])]
+        if error is None and ended:
+            told = f"rank {_listed(ended)} has ended while this rank was still connecting to it. See its output."
+            error = PeerFailure(f"rank {self._rank}: {told}", ended)
         return error
+
+    @property
+    def store_answers(self) -> bool:
+        """Whether whoever serves the store is still there."""
+        try:
+            return bool(self._store.check([f"come/{self._rank}"]))
+        except (RuntimeError, OSError):
+            return False
 
     def conclude(self) -> None:
         """Before this rank raises: if the store ends with it, let the others read first."""
