@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import compileall
 import os
+import py_compile
 import re
 import shutil
 import signal
@@ -34,6 +36,9 @@ class Scratch:
                 shutil.copytree(source, folder / name, ignore=ignore)
             elif source.exists():
                 shutil.copy(source, folder / name)
+        # Found valid by what is in a source, not by its time and size: a mistake of the same length, made within a second,
+        # would go on as the code before it. Without these every process would compile the package and the tests.
+        compileall.compile_dir(folder, quiet=1, invalidation_mode=py_compile.PycInvalidationMode.CHECKED_HASH)
 
     @contextmanager
     def mistaken(self, mutation: Mutation) -> Iterator[None]:
