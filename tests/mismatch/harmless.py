@@ -8,15 +8,19 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 
 import phalanx
 from phalanx.comm import hooks
+from phalanx.ddp.features.settings import TailSettings
 from tests.mismatch.rows import Odd, model, wrap
 
 _STEPS = 3
+
+Row = Callable[[Odd], list[torch.Tensor]]
 
 
 def trains(
@@ -178,6 +182,90 @@ def steps_inside_steps(world: Odd) -> list[torch.Tensor]:
         optimizer.zero_grad()
         wrapped(_inputs(world)).sum().backward()
         optimizer.step()
+    told = [listener for listener in wrapped.reducer.listeners if isinstance(listener, TailSettings)]
+    assert [each._witness.num_steps for each in told] == [_STEPS]
+    return [parameter.detach().clone() for parameter in wrapped.parameters()]
+
+
+def made_good(train_apart: Callable[[Odd, Any, torch.optim.Optimizer], None]) -> Row:
+    """Ranks do something by themselves before each step that they make together, after which parameters are equal again."""
+
+    def row(world: Odd) -> list[torch.Tensor]:
+        wrapped = wrap()
+        optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.01)
+        for _ in range(_STEPS):
+            train_apart(world, wrapped, optimizer)
+            optimizer.zero_grad()
+            wrapped(_inputs(world)).square().mean().backward()
+            optimizer.step()
+        return [parameter.detach().clone() for parameter in wrapped.parameters()]
+
+    return row
+
+
+def looks_for_a_rate(world: Odd, wrapped: Any, _optimizer: torch.optim.Optimizer) -> None:
+    """On one rank, which then loads what it had."""
+    saved = {name: value.clone() for name, value in wrapped.state_dict().items()}
+    if world.odd:
+        finder = torch.optim.SGD(wrapped.parameters(), lr=0.001)
+        for _ in range(5):
+            finder.zero_grad()
+            wrapped.module(_inputs(world)).square().mean().backward()
+            finder.step()
+            finder.param_groups[0]["lr"] *= 2
+    wrapped.load_state_dict(saved)
+
+
+def local_steps(world: Odd, wrapped: Any, optimizer: torch.optim.Optimizer) -> None:
+    """As many as each rank has data for; then ranks take the mean of their parameters."""
+    with wrapped.no_sync():
+        for _ in range(world.pick(1, 3)):
+            optimizer.zero_grad()
+            wrapped(_inputs(world)).square().mean().backward()
+            optimizer.step()
+    for parameter in wrapped.parameters():
+        dist.all_reduce(parameter.data)
+        parameter.data /= world.num_ranks
+
+
+def another_part(world: Odd, wrapped: Any, optimizer: torch.optim.Optimizer) -> None:
+    """One rank trains a part of its own on top of the model, by an optimizer that has the model's parameters, too."""
+    if world.odd:
+        own = nn.Linear(8, 8)
+        everything = torch.optim.SGD([*wrapped.parameters(), *own.parameters()], lr=0.3)
+        everything.zero_grad()
+        own(wrapped.module(_inputs(world)).detach()).sum().backward()
+        everything.step()
+
+
+def divided_by_hand(world: Odd) -> list[torch.Tensor]:
+    """Each rank steps the parameters that it owns, with options of its own, and sends them to the others."""
+    wrapped = wrap()
+    params = list(wrapped.parameters())
+    owned = params[world.rank :: world.num_ranks]
+    optimizer = torch.optim.Adam(owned, lr=0.01 * (world.rank + 1))
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5 + 0.1 * world.rank)
+    for _ in range(_STEPS):
+        wrapped.zero_grad()
+        wrapped(_inputs(world)).square().mean().backward()
+        optimizer.step()
+        schedule.step()
+        for number, parameter in enumerate(params):
+            dist.broadcast(parameter.data, number % world.num_ranks)
+    return [parameter.detach().clone() for parameter in wrapped.parameters()]
+
+
+def groups_of_its_own(world: Odd) -> list[torch.Tensor]:
+    """A layer of one rank's own comes first in its optimizer; and its rate is one of NumPy's numbers."""
+    wrapped, own = wrap(), nn.Linear(8, 8)
+    groups = world.pick([], [{"params": own.parameters(), "lr": 0.5}])
+    rate = world.pick(0.01, np.float64(0.01))
+    optimizer = torch.optim.SGD([*groups, {"params": wrapped.parameters()}], lr=rate)
+    for _ in range(_STEPS):
+        optimizer.zero_grad()
+        inputs = _inputs(world)
+        wrapped(own(inputs) if world.odd else inputs).square().mean().backward()
+        optimizer.step()
     return [parameter.detach().clone() for parameter in wrapped.parameters()]
 
 
@@ -194,7 +282,7 @@ def after_uneven_inputs(world: Odd) -> list[torch.Tensor]:
     return [parameter.detach().clone() for parameter in wrapped.parameters()]
 
 
-ROWS: dict[str, Callable[[Odd], list[torch.Tensor]]] = {
+ROWS: dict[str, Row] = {
     "compiled": trains(compiled),
     "default dtype": trains(another_default),
     "threads": trains(threads),
@@ -209,6 +297,11 @@ ROWS: dict[str, Callable[[Odd], list[torch.Tensor]]] = {
     "seeds": seeded,
     "a step inside a step": steps_inside_steps,
     "options of its own": options_of_its_own,
+    "a search for a rate": made_good(looks_for_a_rate),
+    "local steps": made_good(local_steps),
+    "a step of another part": made_good(another_part),
+    "divided by hand": divided_by_hand,
+    "groups of its own": groups_of_its_own,
     "uneven inputs": after_uneven_inputs,
 }
 

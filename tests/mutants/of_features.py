@@ -44,8 +44,8 @@ MUTATIONS = (
     Mutation(
         name="steps: options that were used are not told",
         file=STEPS,
-        old="        return self.optimizer, self.options, self.numbers, self.used, _read",
-        new="        return self.optimizer, self.options, self.numbers, (), _read",
+        old="        return self.optimizer, self.options, self.used, _read",
+        new="        return self.optimizer, self.options, (), _read",
         tests="tests/mismatch/test_mismatch.py::test_a_setting_that_differs_is_an_error_on_every_rank",
     ),
     Mutation(
@@ -54,6 +54,27 @@ MUTATIONS = (
         old="        if told != self._numbered[0]:\n",
         new="        if told[:1] != self._numbered[0][:1]:\n",
         tests="tests/mismatch/test_mismatch.py::test_a_setting_that_differs_is_an_error_on_every_rank",
+    ),
+    Mutation(
+        name="steps: what ranks did by themselves is harmless whatever became of the parameters",
+        file=STEPS,
+        old="        if not are_equal(\"parameters\") or (",
+        new="        if (",
+        tests="tests/mismatch/test_mismatch.py::test_a_setting_that_differs_is_an_error_on_every_rank",
+    ),
+    Mutation(
+        name="steps: options that are about to differ are harmless",
+        file=STEPS,
+        old=" or (are_equal(\"used\") and not are_equal(\"now\")):\n",
+        new=":\n",
+        tests="tests/mismatch/test_mismatch.py::test_a_setting_that_differs_is_an_error_on_every_rank",
+    ),
+    Mutation(
+        name="steps: what ranks did by themselves is an error even if it was made good",
+        file=STEPS,
+        old="        self._last = ()  # it stays another one until the next step\n        return True\n",
+        new="        return False\n",
+        tests="tests/mismatch/test_mismatch.py::test_what_may_differ_leaves_all_ranks_with_the_same_bits",
     ),
     Mutation(
         name="join: a rank without inputs does not follow a change of dtype",

@@ -16,6 +16,8 @@ def own_options(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
 
 def comparable(value: Any) -> Any:
     """The value in a form that ranks can compare; of what has none, the name of its kind."""
+    if isinstance(value, float):
+        return float(value)  # NumPy's doubles, too, which print as something else
     if isinstance(value, _SIMPLE):
         return value
     if isinstance(value, (tuple, list)):

@@ -85,8 +85,8 @@ class Settings(Protocol):
 
     digest: int
 
-    def differ(self, step: int) -> Exception:
-        """The error for ranks whose digests differ. Every rank calls it."""
+    def differ(self, step: int) -> Exception | None:
+        """The error for ranks whose digests differ, None if nothing comes of it. Every rank calls it."""
 
 
 class Watch(Protocol):
@@ -247,8 +247,8 @@ class Tail:
         # given others since. Nobody uses what comes of it.
         if in_step and self.settings is not None and not counts[_GIVEN_UP_AT]:
             mine = [bit * self.world for bit in _settings_bits(self.digest if digest is None else digest)]
-            if counts[_SETTINGS_AT:_LATE_AT] != mine:
-                raise self.settings.differ(step)
+            if counts[_SETTINGS_AT:_LATE_AT] != mine and (error := self.settings.differ(step)) is not None:
+                raise error
         if in_step and counts[_NONFINITE_AT] and self.watch is not None:
             self.watch.found(step)
         return Reading(

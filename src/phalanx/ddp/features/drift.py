@@ -67,10 +67,15 @@ class DriftCheck(Listener):
 
 def gather_digests(params: Sequence[torch.Tensor], collectives: Collectives, where: str) -> torch.Tensor:
     """A row per rank: a number made of the bits of each of its parameters. Every rank calls it, with as many."""
-    mine = torch.stack([_digest(param).to(params[0].device) for param in params])
+    mine = digests(params)
     everyone = torch.empty(collectives.world * mine.numel(), dtype=torch.int64, device=mine.device)
     collectives.wait(collectives.all_gather(everyone, mine), where)
     return everyone.view(collectives.world, -1)
+
+
+def digests(params: Sequence[torch.Tensor]) -> torch.Tensor:
+    """A number per parameter, made of its bits."""
+    return torch.stack([_digest(param).to(params[0].device) for param in params])
 
 
 @torch.no_grad()

@@ -11,6 +11,14 @@ differs is found out before the others apply anything more.
     used                                 class and options of the last step; these were applied
     now                                  its options when the next backward begins: they will be, and have not been yet
 
+That ranks did not do the same is not yet a mistake. One may look for a learning rate and then load what it had saved; each
+may step the parameters that it owns and send them to the others; all may train apart under `no_sync()` and take the mean of
+their parameters. So if numbers differ, ranks compare their parameters, to the bit:
+
+    parameters differ                    an error: the steps were not the same
+    they are equal, only `now` differs   an error: the next step would not be, of optimizers of the same parameters
+    they are equal otherwise             harmless: what each rank did by itself has been made good
+
 Not counted:
 
     a step inside a step                 of sharded optimizers, which may run one of their own on some ranks only
@@ -24,7 +32,7 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -35,6 +43,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from ...comm.untraced import untraced
 from ...optim.engine import current_backward
 from ...optim.options import comparable, own_options
+from .drift import digests
 
 if TYPE_CHECKING:
     from ..module import DistributedDataParallel
@@ -52,23 +61,23 @@ class _Step:
 
     optimizer: str
     options: tuple[str, ...]
-    numbers: tuple[int, ...]  # of the groups
-    groups: Sequence[dict[str, Any]]
+    groups: Sequence[dict[str, Any]]  # those that have parameters of the wrapper
     used: Values
 
     @classmethod
     def of(cls, optimizer: torch.optim.Optimizer, numbers: tuple[int, ...]) -> _Step:
         """`numbers`: of the groups that have parameters of the wrapper."""
         if optimizer in _compare_themselves:
-            return cls(type(optimizer).__name__, (), (), (), ())
+            return cls(type(optimizer).__name__, (), (), ())
         groups = [optimizer.param_groups[number] for number in numbers]
         options = tuple(name for name in own_options(optimizer) if not any(word in name for word in _RANKS_OWN))
-        return cls(type(optimizer).__name__, options, numbers, groups, _read(groups, options))
+        return cls(type(optimizer).__name__, options, groups, _read(groups, options))
 
     @property
-    def values(self) -> tuple[str, tuple[str, ...], tuple[int, ...], Values, Values]:
-        """All that ranks have in common, with the options as they are now."""
-        return self.optimizer, self.options, self.numbers, self.used, _read(self.groups, self.options)
+    def values(self) -> tuple[str, tuple[str, ...], Values, Values]:
+        """All that ranks have in common, with the options as they are now. Not the groups' numbers: one rank may have
+        others before them, of parameters that are its own."""
+        return self.optimizer, self.options, self.used, _read(self.groups, self.options)
 
 
 def _read(groups: Sequence[dict[str, Any]], options: Sequence[str]) -> Values:
@@ -94,6 +103,7 @@ class StepCount:
         self._num_before = 0  # of all steps, those before the last pass
         self._told = 0
         self._last: tuple[Any, ...] = ()  # the values of the last step before the last pass
+        self._told_step: _Step | None = None  # of which `_last` was made, if it is new
         self._numbered: tuple[tuple[Any, ...], int] = ((), 0)  # what was told last, and the number made of it
         _counts.add(self)
         _known.clear()
@@ -122,6 +132,7 @@ class StepCount:
         """A number made of the steps since the last pass, if they must be the same on all ranks; else 0."""
         steps, self._steps = self._steps, []
         self._told, self._num_before = len(steps), self._num_before + len(steps)
+        self._told_step = steps[-1] if steps else None
         if steps:
             self._last = steps[-1].values
         ddp = self._ddp()
@@ -144,15 +155,39 @@ class StepCount:
         words = {"number of optimizer steps since the last averaged backward": str(self._told)}
         if not self._last:
             return words
-        optimizer, options, numbers, used, now = self._last
+        optimizer, options, used, now = self._last
         words["optimizer of the last step"] = optimizer
         for when, values in (("", now), (" in the last step, which has been applied", used)):
-            for number, group in zip(numbers, values, strict=True):
+            for number, group in enumerate(values):
                 words |= {f"{o} of group {number}{when}": repr(v) for o, v in zip(options, group, strict=True)}
         return words
 
+    def evidence(self) -> dict[str, str]:
+        """What shows whether it matters that ranks have told other things."""
+        ddp = self._ddp()
+        params = [] if ddp is None else [param for _, param in ddp._trained]
+        groups = [] if self._told_step is None else self._told_step.groups
+        stepped = {id(param) for group in groups for param in group["params"]}
+        return {
+            "parameters": repr(digests(params).tolist() if params else []),
+            "used": repr((self._last[:-1], [number for number, param in enumerate(params) if id(param) in stepped])),
+            "now": repr(self._last[-1:]),
+        }
+
+    def is_harmless(self, evidence: Sequence[Mapping[str, str]]) -> bool:
+        """Whether what ranks did by themselves has been made good, and they are not about to do something else."""
+
+        def are_equal(what: str) -> bool:
+            return len({said[what] for said in evidence}) == 1
+
+        if not are_equal("parameters") or (are_equal("used") and not are_equal("now")):
+            return False
+        self._last = ()  # it stays another one until the next step
+        return True
+
     def all_have(self, told: int) -> None:
-        """Nothing depends on it."""
+        """The step that was told is held no longer."""
+        self._told_step = None
 
 
 @dataclass(slots=True)
