@@ -4,7 +4,7 @@ That is `torchinductor_` and the user's name in the system's folder for temporar
 of that name first. Torch takes it as it finds it, and runs what is in it.
 
     the launcher     looks whether it is there, and another user's: then the run has temporary files of its own
-    each worker      makes it when torch loads what uses it; of a run that compiles nothing, nothing is left
+    each worker      makes it before torch does, and looks again when torch loads what uses it
 
 Owns which folder for temporary files workers are told of; runs without torch.
 """
@@ -26,8 +26,10 @@ from typing import Any
 from phalanx.comm.failure.waiting import Notice
 from phalanx.errors import ConfigError
 
-# The part of torch that reads and writes the folder. Others of its package are loaded by every optimizer.
-_USER = "torch._inductor.codecache"
+# The part of torch that reads and writes the folder; and the one that makes it, which every optimizer loads. What that makes
+# every user can change where the umask says so.
+_USER, _MAKER = "torch._inductor.codecache", "torch._dynamo.package"
+_ELSEWHERE = "TORCHINDUCTOR_CACHE_DIR"
 
 
 @contextlib.contextmanager
@@ -36,34 +38,51 @@ def own_temporaries(notice: Notice) -> Iterator[dict[str, str]]:
 
     Not TORCHINDUCTOR_CACHE_DIR: headers, and some of what torch keeps, are in the usual place whatever it says.
     """
-    fault = _fault() if os.path.lexists(usual_cache()) else ""
-    if not fault:
+    usual = usual_cache()
+    fault = _fault(usual) if usual is not None and os.path.lexists(usual) else ""
+    if usual is None or not fault:
         yield {}
         return
     # Not in the run's folder: names of sockets, of which multiprocessing puts some there, are short.
     with tempfile.TemporaryDirectory(prefix="phalanx-", ignore_cleanup_errors=True) as folder:
         notice(
-            f"{usual_cache()} {fault}, and torch.compile would run what is in it: temporary files of this run are in "
+            f"{usual} {fault}, and torch.compile would run what is in it: temporary files of this run are in "
             f"{folder} and go with it. Have it removed, or set TMPDIR to a folder of your own."
         )
-        yield {"TMPDIR": folder}
+        # Torch itself sets the other variable to the usual place, for whatever a program with an optimizer starts.
+        inherited = _ELSEWHERE in os.environ and _keeps_all_in(usual)
+        yield {"TMPDIR": folder} | ({_ELSEWHERE: os.path.join(folder, usual.name)} if inherited else {})
 
 
-def usual_cache() -> Path:
-    """Where torch looks. tests/security/test_caches.py compares it with torch's own."""
+def usual_cache() -> Path | None:
+    """Where torch looks; None where it can keep no temporary files, and fails where it needs some.
+
+    tests/security/test_caches.py compares it with torch's own.
+    """
+    try:
+        temporary = tempfile.gettempdir()
+    except FileNotFoundError:
+        return None
     try:
         user = getpass.getuser()
     except (KeyError, ImportError, OSError):
         user = f"uid_{os.getuid()}"
-    return Path(tempfile.gettempdir()) / ("torchinductor_" + re.sub(r'[\\/:*?"<>|]', "_", user))
+    return Path(temporary) / ("torchinductor_" + re.sub(r'[\\/:*?"<>|]', "_", user))
+
+
+def _keeps_all_in(usual: Path) -> bool:
+    """Whether torch has been told of no other place."""
+    return os.path.abspath(os.environ.get(_ELSEWHERE, usual)) == str(usual)
 
 
 class _Guard(importlib.abc.MetaPathFinder):
     """Finds nothing, but is asked before anybody else."""
 
     def find_spec(self, name: str, *_: Any) -> None:
-        if name == _USER:
-            sys.meta_path.remove(self)
+        if name == _MAKER and (usual := usual_cache()) is not None and _keeps_all_in(usual):
+            _make(usual)
+        elif name == _USER:
+            # And stays: if it took itself away now, the finder after it would be skipped, which may be the one of torch.
             _make_usual()
 
 
@@ -77,20 +96,26 @@ def guard_cache() -> None:
 
 def _make_usual() -> None:
     """Make torch's folder, if it is not there. In a folder like /tmp what is ours stays ours."""
-    with contextlib.suppress(OSError):
-        usual_cache().mkdir(mode=0o700, exist_ok=True)
-    if fault := _fault():
+    usual = usual_cache()
+    if usual is None:
+        return
+    _make(usual)
+    if fault := _fault(usual):
         raise ConfigError(
-            f"{usual_cache()} {fault}, and torch.compile would run what is in it. Have it removed, or set TMPDIR to a "
-            "folder of your own."
+            f"{usual} {fault}, and torch.compile would run what is in it. Have it removed, or set TMPDIR to a folder of "
+            "your own."
         )
 
 
-def _fault() -> str:
+def _make(usual: Path) -> None:
+    with contextlib.suppress(OSError):  # `_fault` says what is wrong
+        usual.mkdir(mode=0o700, exist_ok=True)
+
+
+def _fault(usual: Path) -> str:
     """What is wrong with torch's folder, in words."""
-    folder = usual_cache()
     try:
-        found = folder.lstat(), folder.stat()  # also of a link: whoever made it chose where it leads
+        found = usual.lstat(), usual.stat()  # also of a link: whoever made it chose where it leads
     except OSError:
         return "cannot be used"
     for status in found:
