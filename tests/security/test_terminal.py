@@ -86,8 +86,9 @@ def test_a_name_in_an_error_does_nothing_to_the_terminal(tmp_path: Path) -> None
 
 
 def test_output_that_is_not_for_a_terminal_stays_as_it_is(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text('print("a\\x01b", flush=True)')
+    (tmp_path / "train.py").write_text('print("a\\x01b \\x1b[31mred\\x1b[0m \\x1b[2J", flush=True)')
     environ = {**os.environ, "PYTHONPATH": SEARCH_PATH, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "phalanx.cli.main", "run", "-n", "1", "train.py"]
     done = run_command(command, capture_output=True, cwd=tmp_path, env=environ, timeout=90)
-    assert done.stdout == b"a\x01b\n", done
+    assert done.stdout == b"a\x01b \x1b[31mred\x1b[0m \x1b[2J\n", done
+    assert b"\x1b" not in done.stderr, "what we say ourselves has no colours there"

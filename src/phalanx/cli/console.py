@@ -41,13 +41,14 @@ def say(line: str) -> None:
     write(f"{click.style('phalanx', fg='cyan')}: {visible(line)}", err=True)
 
 
-def write(text: str, err: bool) -> OSError | None:
+def write(text: str, err: bool, as_it_is: bool = False) -> OSError | None:
     """Write a line, and return what went wrong: after that nothing is written there any more.
 
-    For what must go on whether anybody looks or not: a pipe that nobody reads, a full disk, a terminal that is gone.
+    For what must go on whether anybody looks or not: a pipe that nobody reads, a full disk, a terminal that is gone. Colours
+    are left out where there is no terminal, unless `as_it_is`.
     """
     try:
-        click.echo(text, err=err)
+        click.echo(text, err=err, color=True if as_it_is else None)
     except OSError as error:
         _silence(2 if err else 1)
         return error

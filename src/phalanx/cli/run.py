@@ -235,9 +235,9 @@ def _sink(world: int, is_shown: Callable[[int], bool] | None, line: StatusLine) 
     def show(rank: int, stream: str, said: str) -> None:
         if is_shown is not None and not is_shown(rank):
             return
-        prefix = ""
-        if world > 1:
-            prefix = click.style(f"{rank:>{width}} │ ", fg=colour_of_rank(rank), bold=stream == "stderr")
+        prefix = f"{rank:>{width}} │ " if world > 1 else ""
+        if prefix and on_terminal[stream]:
+            prefix = click.style(prefix, fg=colour_of_rank(rank), bold=stream == "stderr")
         line.echo(prefix + (visible(said) if on_terminal[stream] else said), err=stream == "stderr")
 
     return show

@@ -56,7 +56,7 @@ class StatusLine:
         """Write a line of a worker."""
         with self._lock:
             self._clear()
-            failure = write(text, err)
+            failure = write(text, err, as_it_is=True)
             if failure is not None:
                 why = f"{'stderr' if err else 'stdout'} cannot be written to any more ({failure.strerror or failure})"
                 say(f"{why}; the run goes on, and all output is in {self._directory.root}")
