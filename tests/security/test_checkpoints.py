@@ -187,6 +187,13 @@ def test_numbers_of_numpy_come_back() -> None:
     assert decode({"@scalar": ["<f4", 1.5]}, lambda path: torch.empty(0)).dtype.str == "<f4"
 
 
+def test_what_is_exported_takes_no_place_of_a_device(folder: Path) -> None:
+    # Root who puts a file in the place of /dev/null takes it from everybody.
+    (folder / "null").symlink_to("/dev/null")
+    shown(folder, "export", "safetensors", str(folder / "null"))
+    assert (folder / "null").is_symlink() and Path("/dev/null").is_char_device()
+
+
 def shown(folder: Path, *more: str) -> str:
     return CliRunner().invoke(command, [str(folder), *more], catch_exceptions=False, standalone_mode=False).output
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import stat
 import tracemalloc
 from collections import Counter
 from collections.abc import Callable
@@ -20,6 +22,7 @@ from phalanx.observe import perfetto, report, trace
 from phalanx.observe.figures.findings import findings
 from phalanx.observe.run import load
 from tests.observe.synthetic import MS, plan, training_events, write_trace
+from tests.security.intruder import NOBODY, needs_root
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -116,13 +119,42 @@ def test_what_no_run_says_is_refused_in_words(tmp_path: Path, make: Callable[[Pa
         CliRunner().invoke(cli, ["report", str(tmp_path)], standalone_mode=False, catch_exceptions=False)
 
 
-def test_a_page_is_not_written_through_a_link_that_came_with_the_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize("make", [report.write, perfetto.export])
+def test_nothing_is_written_through_a_link_that_came_with_the_run(tmp_path: Path, make: Callable[..., Path]) -> None:
     precious = tmp_path / "precious"
     precious.write_text("keep me")
     folder = make_run(tmp_path / "run", "harmless")
-    (folder / "report.html").symlink_to(precious)
-    written = report.write(load(folder), folder / "report.html")
+    (folder / "made").symlink_to(precious)
+    written = make(load(folder), folder / "made")
     assert precious.read_text() == "keep me" and not written.is_symlink() and "harmless" in written.read_text()
+    assert written.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("make", [report.write, perfetto.export])
+def test_what_a_link_of_ones_own_leads_to_is_written_to(tmp_path: Path, make: Callable[..., Path]) -> None:
+    # As /dev/stdout, and /dev/null in whose place root could put a file.
+    run = load(make_run(tmp_path / "run", "harmless"))
+    goal, link = tmp_path / "goal", tmp_path / "link"
+    link.symlink_to(goal)
+    assert make(run, link).is_symlink() and "harmless" in goal.read_text()
+    link.unlink()
+    link.symlink_to("/dev/null")
+    assert make(run, link).is_symlink() and Path("/dev/null").is_char_device()
+
+
+@needs_root
+def test_a_device_stays_one(tmp_path: Path) -> None:
+    run = load(make_run(tmp_path / "run", "harmless"))
+    os.mknod(tmp_path / "null", 0o600 | stat.S_IFCHR, os.makedev(1, 3))
+    assert report.write(run, tmp_path / "null").is_char_device()
+
+
+@needs_root
+def test_a_link_of_another_user_is_not_followed(tmp_path: Path) -> None:
+    run = load(make_run(tmp_path / "run", "harmless"))
+    (tmp_path / "link").symlink_to(tmp_path / "goal")
+    os.lchown(tmp_path / "link", NOBODY, NOBODY)
+    assert not report.write(run, tmp_path / "link").is_symlink() and not (tmp_path / "goal").exists()
 
 
 def test_an_exported_trace_is_plain_json(tmp_path: Path) -> None:

@@ -66,7 +66,9 @@ def to_safetensors(source: Source, path: str) -> int:
     text = json.dumps(header, separators=(",", ":")).encode()
     # The format wants the data to begin at a multiple of eight.
     text += b" " * (-len(text) % 8)
-    draft = f"{path}.{secrets.token_hex(4)}"
+    # A device or a pipe is where it is wanted; root who puts a file in the place of /dev/null takes it from everybody.
+    is_file = os.path.isfile(path) or not os.path.exists(path)
+    draft = f"{path}.{secrets.token_hex(4)}" if is_file else path
     with open(draft, "wb") as file:
         file.write(len(text).to_bytes(_LENGTH_BYTES, "little") + text)
         for key in keys:
@@ -74,8 +76,10 @@ def to_safetensors(source: Source, path: str) -> int:
             if values.numel():
                 file.write(memoryview(values.reshape(-1).view(torch.uint8).numpy()))  # type: ignore[arg-type]
         file.flush()
-        os.fsync(file.fileno())
-    os.replace(draft, path)
+        if is_file:
+            os.fsync(file.fileno())
+    if is_file:
+        os.replace(draft, path)
     return len(keys)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from phalanx.observe import trace
 from phalanx.observe.intervals import rows
+from phalanx.observe.made import write_made
 from phalanx.observe.run import RankTrace, Run, Span
 from phalanx.observe.stats import COMMUNICATION
 
@@ -20,9 +21,7 @@ _FIRST_COMMUNICATION_ROW = 1000
 
 def export(run: Run, path: str | Path) -> Path:
     """Write the run to `path` and return it."""
-    target = Path(path)
-    target.write_text(json.dumps({"traceEvents": events(run), "displayTimeUnit": "ms"}))
-    return target
+    return write_made(json.dumps({"traceEvents": events(run), "displayTimeUnit": "ms"}), path, run.path)
 
 
 def events(run: Run) -> list[dict[str, Any]]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from phalanx.observe.figures.findings import findings
 from phalanx.observe.figures.memory import UNSHARDED, memory_rows
 from phalanx.observe.figures.tails import tails
 from phalanx.observe.figures.timeline import timeline
+from phalanx.observe.made import write_made
 from phalanx.observe.run import RankTrace, Run, Scalar
 from phalanx.observe.stats import (
     hidden_share,
@@ -46,18 +46,7 @@ _CURVES = (trace.LOSS, trace.SEEN_LOSS, "held_out_loss", trace.TOKENS_PER_S, tra
 
 def write(run: Run, path: str | Path) -> Path:
     """Write the report of `run` to `path` and return it."""
-    target = Path(path)
-    page = render(run)
-    fresh = target.with_name(f".{target.name}.{os.getpid()}")
-    # In a run's folder nobody else may read it, as all that is there: the folder may be somebody else's, and lead to files
-    # that only we can read.
-    mode = 0o600 if target.parent.resolve() == run.path.resolve() else 0o666
-    fresh.unlink(missing_ok=True)
-    # Replaced, not written through: a run folder from elsewhere may hold a link of this name to any file of ours.
-    with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w", encoding="utf-8") as file:
-        file.write(page)
-    fresh.replace(target)
-    return target
+    return write_made(render(run), path, run.path)
 
 
 def render(run: Run) -> str:
