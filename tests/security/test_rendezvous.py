@@ -76,3 +76,13 @@ def test_a_rank_that_ends_before_it_has_read_is_named(ranks: list[Rendezvous]) -
     with pytest.raises(PeerFailure, match="rank 1: rank 0 ended before the ranks of this host had met") as caught:
         meet(ranks[1])
     assert list(caught.value.ranks) == [0]
+
+
+def test_nothing_of_a_peer_is_inherited_by_the_programs_that_a_rank_starts(ranks: list[Rendezvous]) -> None:
+    # By `os.system`, say: one that lives on would hold the group's memory, and one of another user could read it.
+    with ThreadPoolExecutor(2) as pool:
+        links = list(pool.map(meet, ranks))
+    for link in links:
+        held = [link.connection.fileno(), link.inbox, link.outbox, link.control._fd, link.memory._fd]
+        assert not any(map(os.get_inheritable, held)), list(map(os.get_inheritable, held))
+        link.close()

@@ -195,6 +195,10 @@ class Rendezvous:
             connection.settimeout(self._slice("a rank of this host"))
             try:
                 hello, fds, _, _ = socket.recv_fds(connection, _MAX_HELLO_BYTES, 3)
+                for fd in fds:
+                    # Python lets what comes this way be inherited, and ignores the flag against it: a program that a rank
+                    # starts by `os.system`, and that lives on, would hold the group's memory.
+                    os.set_inheritable(fd, False)
                 break
             except TimeoutError:
                 continue
