@@ -19,7 +19,7 @@ from bench import mpi, ranks
 from bench.measure import Samples, interleave, ratio
 from bench.table import Result, Row, options, present
 from phalanx.comm.collectives import Collectives
-from phalanx.comm.group.process_group import collectives_of
+from phalanx.comm.group.direct import collectives_of
 from phalanx.launch.worker import Worker
 
 GLOO, SEGMENT, IN_PLACE, ORDINARY, COPY = "gloo", "segment", "in place", "ordinary", "copy"

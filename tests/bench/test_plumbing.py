@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import mmap
@@ -20,6 +21,7 @@ from bench.models import CASES, SIZES
 from bench.plot import draw
 from bench.summary import newest, read, write
 from bench.table import Result, Row, save, show
+from phalanx.cli.bench import NAMES
 
 
 def result() -> Result:
@@ -138,3 +140,8 @@ def test_benchmark_on_a_device_that_is_not_there_says_so(capsys: pytest.CaptureF
         ddp.main()
     assert ended.value.code == 2
     assert "torch can use no such device here (it has none), and 2 are needed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_a_benchmark_imports_is_there(name: str) -> None:
+    importlib.import_module(f"bench.{name}")
