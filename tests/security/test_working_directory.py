@@ -59,3 +59,10 @@ def test_the_working_directory_is_left_out_unless_the_package_is_there_alone(tmp
     environ = {"PYTHONPATH": SEARCH_PATH} if installed else {}
     done = subprocess.run(program, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60)
     assert (done.stdout == "''\n") is not installed, done
+
+
+def test_nor_does_a_benchmark(tmp_path: Path) -> None:
+    shared = hostile(tmp_path / "shared")
+    done = run(shared, "bench", "collectives", "--help")
+    assert not (shared / "taken").exists(), (shared / "taken").read_text()
+    assert done.returncode == 0 and "--quick" in done.stdout, done

@@ -79,7 +79,8 @@ def _run(root: Path, name: str, arguments: tuple[str, ...]) -> int:
     # Peers are installed apart, by `make bench-peers`, where they change nothing for anybody else.
     apart = root / ".venv-peers" / "bin" / "python"
     python = str(apart) if name in _WITH_PEERS and apart.exists() else sys.executable
-    started = subprocess.Popen([python, "-m", f"bench.{name}", *arguments], env=environ)
+    # -P: what lies in the working directory, which may be anybody's, is not taken for a module.
+    started = subprocess.Popen([python, "-P", "-m", f"bench.{name}", *arguments], env=environ)
     try:
         return started.wait()
     except KeyboardInterrupt:
