@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ import torch.distributed as dist
 import torch.distributed.rpc as rpc
 
 import phalanx.remote as remote
-from phalanx.errors import ConfigError
+from phalanx.errors import ConfigError, RemoteError
 from phalanx.remote import session as session_module
 from phalanx.remote.interfaces import find_interface
 from tests.cluster import spawn_ranks
@@ -170,3 +172,33 @@ def fail_inside(rank: int, world: int) -> str:
 
 def test_an_exception_leaves_the_session_without_waiting_for_the_others() -> None:
     assert checked(spawn_ranks(2, fail_inside, backend=None)) == ["'mine' False"] * 2
+
+
+def end_while_meeting(rank: int, world: int, moment: str) -> tuple[str, float]:
+    began = time.monotonic()
+    if rank == 1 and moment == "before":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 1:
+        session_module._start = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        remote.init(f"worker{rank}", options=rpc.TensorPipeRpcBackendOptions(_transports=["uv"], rpc_timeout=20))
+    except RemoteError as error:
+        return str(error), time.monotonic() - began
+    return "", 0.0
+
+
+def test_a_worker_that_ends_before_rpc_has_started_is_named_at_once() -> None:
+    outcomes = spawn_ranks(3, end_while_meeting, "between", backend=None)
+    assert [outcome.exitcode for outcome in outcomes] == [0, -signal.SIGKILL, 0], outcomes[0].error_text
+    for rank in (0, 2):
+        text, seconds = outcomes[rank].value
+        assert f"worker{rank}: rank {rank}: rank 1 has ended" in text
+        assert seconds < 15, "long before the time limit"
+
+
+@pytest.mark.thorough
+def test_a_worker_that_never_comes_is_named_at_the_time_limit() -> None:
+    outcomes = spawn_ranks(3, end_while_meeting, "before", backend=None)
+    for rank in (0, 2):
+        text, _ = outcomes[rank].value
+        assert f"worker{rank}: rank {rank}: rank 1 did not come to the meeting of the 3 ranks within 20 s" in text

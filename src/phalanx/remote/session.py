@@ -23,8 +23,11 @@ import torch.distributed as dist
 import torch.distributed.rpc as rpc
 from torch.distributed.rendezvous import register_rendezvous_handler
 
+from phalanx.comm.failure.arrivals import Arrivals, is_tcp, own_connection
+from phalanx.comm.failure.board import launcher_serves_store
+from phalanx.comm.failure.interruption import interruptible
 from phalanx.comm.failure.processes import identity
-from phalanx.errors import ArgumentTypeError, ConfigError, RemoteError
+from phalanx.errors import ArgumentTypeError, CommunicationError, ConfigError, RemoteError
 from phalanx.remote.interfaces import (
     Interface,
     find_interface,
@@ -111,7 +114,8 @@ def init(
     on more than one host need `trusted_network=True` on every rank, which says that everybody who can
     reach the ports may run code as this user: RPC has no authentication.
 
-    Raises ConfigError, on every rank where the mistake is one of agreement, before RPC starts.
+    Raises ConfigError, on every rank where the mistake is one of agreement, before RPC starts; RemoteError, naming its rank,
+    if a worker does not come within the time limit of the store, or ends before RPC has started everywhere.
     """
     # Not public, but the only trace of sessions that were started past us.
     if rpc._init_counter:
@@ -133,9 +137,7 @@ def init(
         try:
             if store is None:
                 store = _make_store(session, rank, world_size, options.rpc_timeout)
-            everyone = _introduce(store, name, rank, world_size, trusted_network)
-            with _environment(TP_SOCKET_IFNAME=own.name, GLOO_SOCKET_IFNAME=own.name):
-                _start(session, store, rank, world_size, options)
+            everyone = _meet(session, store, (rank, world_size), trusted_network, options)
             session._lifeline = Lifeline(store, rank, everyone)
         except BaseException:
             session._stop_listening()
@@ -207,21 +209,43 @@ def _make_store(session: Session, rank: int, world_size: int, timeout_s: float) 
     )
 
 
-def _introduce(
-    store: dist.Store, name: str, rank: int, world_size: int, trusted_network: bool
+def _meet(
+    session: Session,
+    store: dist.Store,
+    place: tuple[int, int],
+    trusted_network: bool,
+    options: rpc.TensorPipeRpcBackendOptions,
 ) -> list[dict[str, Any]]:
-    """Let every rank know every other before RPC starts; raise on all ranks what they do not agree on."""
+    """Let every rank know every other, then start RPC with them; raise on all ranks what they do not agree on."""
+    rank, world_size = place
     # Stores may be used for several sessions in turn, and all ranks take part in each.
-    turn = store.add(f"{_SCHEME}/turn/{rank}", 1)
-    mine = {"name": name, "network": network_identity(), "trusted": trusted_network, **identity()}
-    store.set(f"{_SCHEME}/{turn}/{rank}", json.dumps(mine))
-    everyone = [json.loads(store.get(f"{_SCHEME}/{turn}/{other}")) for other in range(world_size)]
-    store.set(f"{_SCHEME}/{turn}/{rank}/read", "")
-    disagreement = _disagreement(everyone)
-    if disagreement is not None:
-        # Rank 0 takes the store with it, and the others still have to read why.
-        store.wait([f"{_SCHEME}/{turn}/{other}/read" for other in range(world_size)])
-        raise disagreement
+    turn = f"{_SCHEME}/{store.add(f'{_SCHEME}/turn/{rank}', 1)}"
+    mine = {"name": session.name, "network": network_identity(), "trusted": trusted_network, **identity()}
+    store.set(f"{turn}/{rank}", json.dumps(mine))
+    limit: datetime.timedelta = store.timeout  # type: ignore[attr-defined]  # missing in torch's stubs
+    serves = rank == 0 and is_tcp(store) and not launcher_serves_store()
+    meeting = dist.PrefixStore(turn, own_connection(store))
+    arrivals = Arrivals(meeting, (rank, range(world_size)), limit.total_seconds(), serves=serves)
+    try:
+        arrivals.wait()
+        everyone = [json.loads(store.get(f"{turn}/{other}")) for other in range(world_size)]
+        disagreement = _disagreement(everyone)
+        if disagreement is not None:
+            # Nobody misses those who end by it. But rank 0 takes the store with it, and the others still have to read why.
+            arrivals.met()
+            arrivals.conclude()
+            raise disagreement
+        own = session.interface.name
+        with _environment(TP_SOCKET_IFNAME=own, GLOO_SOCKET_IFNAME=own):
+            # By a thread that can be left behind: a worker that ends now would be waited for in C++, for half an hour.
+            interruptible(lambda: _start(session, store, rank, world_size, options), arrivals)
+    except RuntimeError as error:
+        found = error if isinstance(error, CommunicationError) else arrivals.last_look()
+        if found is None:
+            raise
+        arrivals.conclude()
+        raise RemoteError(f"{session.name}: {found}") from error
+    arrivals.met()
     return everyone
 
 

@@ -176,5 +176,13 @@ def is_tcp(store: dist.Store) -> bool:
     return isinstance(store, dist.TCPStore)
 
 
+def own_connection(store: dist.Store) -> dist.Store:
+    """A store that answers while the other one waits for a key, as a TCPStore does not."""
+    if not is_tcp(store):
+        return store  # never a second one of a file, which goes when as many as there are ranks have let go of it
+    own: dist.Store = store.clone()  # type: ignore[attr-defined]  # missing in torch's stubs
+    return own
+
+
 def _listed(ranks: Collection[int]) -> str:
     return ", ".join(map(str, ranks))

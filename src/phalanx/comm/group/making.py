@@ -13,7 +13,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from ...errors import CommunicationError, PhalanxError
-from ..failure.arrivals import Arrivals, is_tcp
+from ..failure.arrivals import Arrivals, is_tcp, own_connection
 from ..failure.board import board_of, launcher_serves_store
 from ..failure.interruption import interruptible, is_interruptible
 
@@ -23,7 +23,7 @@ def watched(make: Callable[[], None], store: dist.Store, me: int, members: Seque
     if len(members) == 1 or is_interruptible():
         make()
         return
-    own = _own_connection(store)
+    own = own_connection(store)
     # Groups of one name may follow each other in a store: what was said while an earlier one was made is not to be read.
     number = own.add(f"phalanx/making/{me}", 1)
     serves = me == 0 and is_tcp(store) and not launcher_serves_store()
@@ -53,11 +53,3 @@ def _ended_in_world(absent: Collection[int]) -> dict[int, str]:
     words = {failure.rank: f"failed: {failure.message}" for failure in board.failures()}
     # Only of ranks that have ended: one that caught what it had told may still come.
     return {rank: words.get(rank, "has ended") for rank in board.ended(absent)}
-
-
-def _own_connection(store: dist.Store) -> dist.Store:
-    """A store that answers while the other one waits for a key, as a TCPStore does not."""
-    if not is_tcp(store):
-        return store  # never a second one of a file, which goes when as many as there are ranks have let go of it
-    own: dist.Store = store.clone()  # type: ignore[attr-defined]  # missing in torch's stubs
-    return own
