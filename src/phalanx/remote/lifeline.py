@@ -21,10 +21,14 @@ from typing import Any
 
 import torch.distributed as dist
 
+from phalanx.comm.failure.answering import AnsweringStore, SilentStoreError
+from phalanx.comm.failure.arrivals import is_tcp
+from phalanx.comm.failure.board import launcher_serves_store
 from phalanx.comm.failure.processes import has_ended, is_stopped
 from phalanx.comm.failure.waiter import say
 from phalanx.comm.failure.waiting import Waiting
 
+_SERVER = 0  # the rank that serves the store, where no launcher does
 _POLL_S = 0.1
 _BEAT_S = 0.5
 _SILENCE_S = 10.0  # of a worker on another host, after which it counts as dead
@@ -37,7 +41,9 @@ class Lifeline:
     """One worker's view of the others. `everyone`: name and `identity()` of each, by rank."""
 
     def __init__(self, store: dist.Store, rank: int, everyone: list[dict[str, Any]]) -> None:
-        self._store = dist.PrefixStore("lifeline", store)
+        elsewhere = is_tcp(store) and rank != _SERVER
+        self._store = AnsweringStore(dist.PrefixStore("lifeline", store), elsewhere, _STOPPED_S)
+        self._depends_on_server = elsewhere and not launcher_serves_store()
         self._rank = rank
         self._everyone = everyone
         self._heard: dict[int, tuple[bytes, float]] = {}  # the last sign of life of a worker elsewhere, and when it changed
@@ -76,10 +82,15 @@ class Lifeline:
                 for rank in self._stopped(others, min(looked - before, _LONGEST_LOOK_S)):
                     wrong[self._name(rank)] = f"has been stopped by a signal for {_STOPPED_S:g} s"
                     others.remove(rank)
-                others = [rank for rank in others if not self._has_ended(rank, wrong)]
+                if not self._is_without_server():
+                    others = [rank for rank in others if not self._has_ended(rank, wrong)]
+                elif _SERVER not in others:
+                    return wrong  # it was given up
+            except SilentStoreError:
+                return {**wrong, self._name(_SERVER): f"has not answered for {_STOPPED_S:g} s, and serves the store"}
             except (RuntimeError, OSError):
                 # The store is gone, and with it the worker that served it. The others are told by nobody.
-                return {**wrong, self._name(0): "died, and with it the store in which the workers meet"}
+                return {**wrong, self._name(_SERVER): "died, and with it the store in which the workers meet"}
             if others:
                 names = ", ".join(self._name(rank) for rank in others)
                 waiting.look(lambda names=names: f"{self._name(self._rank)} is done and waits for {names}")  # type: ignore[misc]
@@ -107,6 +118,11 @@ class Lifeline:
             stands = self._everyone[rank]["host"] == here and is_stopped(self._everyone[rank]["pid"])
             self._stopped_s[rank] = self._stopped_s.get(rank, 0.0) + passed_s if stands else 0.0
         return [rank for rank in others if self._stopped_s[rank] > _STOPPED_S]
+
+    def _is_without_server(self) -> bool:
+        """Whether the worker that serves the store is stopped just now: it would not answer, nor end."""
+        server, here = self._everyone[_SERVER], self._everyone[self._rank]["host"]
+        return self._depends_on_server and server["host"] == here and is_stopped(server["pid"])
 
     def _is_dead(self, rank: int) -> bool:
         other = self._everyone[rank]

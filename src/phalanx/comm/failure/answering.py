@@ -28,6 +28,7 @@ class SilentStoreError(RuntimeError):
     """The store has not answered within the time limit. A RuntimeError, as torch's own for a store that is gone."""
 
 
+_SLICE_S = 1.0
 _ERROR = 2  # as c10d numbers them; what it says of a connection that has ended is a warning, which is 1
 
 
@@ -130,7 +131,12 @@ class AnsweringStore:
         # Here and not in the thread, which may stay in its question for ever.
         with hushed():
             thread.start()
-            thread.join(self._limit_s + lasting_s)
+            left_s = self._limit_s + lasting_s
+            # In slices: who was stopped itself, with all others (Ctrl-Z), must not take that time for the server's.
+            while thread.is_alive() and left_s > 0:
+                slice_s = min(left_s, _SLICE_S)
+                thread.join(slice_s)
+                left_s -= slice_s
         if thread.is_alive():
             self._silent.set()
             raise SilentStoreError(f"the store has not answered within {self._limit_s:g} s")
