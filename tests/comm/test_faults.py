@@ -85,3 +85,8 @@ def test_a_rank_that_fails_is_named_on_every_host(victim: int, tmp_path: Path) -
 def test_a_rank_that_dies_is_named_on_every_host(victim: int, tmp_path: Path) -> None:
     case = CASES["all_reduce, staged"]
     run_killing_plan(FaultPlan(case, Fault.KILL, victim, 5 * victim, "abab"), 4, tmp_path)
+
+
+def test_a_rank_that_dies_alone_on_its_host_is_named_and_no_other(tmp_path: Path) -> None:
+    case = CASES["all_reduce, staged"]
+    run_killing_plan(FaultPlan(case, Fault.KILL, 1, 5, "abc"), 3, tmp_path)

@@ -27,6 +27,7 @@ from ..errors import CommunicationError, PhalanxError
 from .collectives import Collectives, Work, as_real
 from .failure.agreement import StoreAgreement, agreement_of
 from .failure.board import FailureBoard, board_of
+from .failure.cuttable import has_lost
 from .group.direct import collectives_of
 from .memory.pages import zeros_in_pages
 
@@ -134,24 +135,15 @@ class TorchCollectives(Collectives):
 # -- gloo ------------------------------------------------------------------------------------------
 
 
-# Of messages that nobody sends.
-_NEVER_SENT = 0x7068616C
-
-
 def _is_cut_off(known: Callable[[], dist.ProcessGroup | None], place: int) -> bool:
     """Whether gloo has lost the connection to a rank: to ask for a message from it is refused at once then.
 
-    For one who waits in the store, where nothing is under way that would be broken off. What is asked for is never waited
-    for, which would end the group at the time limit, and forgotten at once.
+    For one who waits in the store, where nothing is under way that would be broken off.
     """
     group: Any = known()
     if group is None or os.environ.get("TORCH_GLOO_LAZY_INIT", "0") not in ("", "0"):
         return False  # gloo would now begin to connect, and wait for that
-    try:
-        group.recv([torch.empty(1, dtype=torch.uint8)], place, _NEVER_SENT)
-    except RuntimeError:
-        return True
-    return False
+    return has_lost(group, place)
 
 
 class GlooCollectives(TorchCollectives):

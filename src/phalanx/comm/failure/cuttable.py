@@ -16,7 +16,22 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
+
+_NEVER_SENT = 0x7068616C  # the tag of messages that nobody sends
+
+
+def has_lost(gloo: Any, place: int) -> bool:
+    """Whether gloo has lost its connection to a rank: to ask for a message from it is refused at once then.
+
+    What is asked for is never waited for, which would end the group at the time limit, and forgotten at once.
+    """
+    try:
+        gloo.recv([torch.empty(1, dtype=torch.uint8)], place, _NEVER_SENT)
+    except RuntimeError:
+        return True
+    return False
 
 
 @dataclass(frozen=True)

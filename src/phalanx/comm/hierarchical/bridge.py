@@ -140,17 +140,26 @@ class Bridge(Operations):
 
     def _blame(self, error: LeadsError) -> CommunicationError:
         """What is wrong with the other hosts: what they report, or what gloo says."""
+        # Now, since a lead that gives up as well, for the same reason, will cut its connections.
+        lost = [self.global_ranks[self.teams[host][LEAD]] for host in self._leads.lost()] if self._leads is not None else []
         deadline = time.monotonic() + _REPORT_WAIT_S
         while self._watch.broken is None and not self._has_lost_server and time.monotonic() < deadline:
             time.sleep(0.01)
         others = [self.global_ranks[r] for h, team in enumerate(self.teams) if h != self.host for r in team]
         kind = CollectiveTimeout if "timed out" in str(error).lower() else PeerFailure
         words = f"no answer from the hosts of ranks {', '.join(map(str, others))}"
+        if lost:
+            # The connection was that lead's own, and another rank's failure it would have reported before it let go of it.
+            others, kind = lost, PeerFailure
+            words = f"rank {', '.join(map(str, lost))} died or left the group, or its host was lost"
         if self._has_lost_server:
             others = [_SERVER]
             words = f"rank {_SERVER}, which serves the store, died, or its host was lost"
         text = f"rank {self.global_rank}: {self._watch.doing}: {words}: {error}"
         broken = self._watch.break_(kind(text, others))
+        if self._relay is not None and self._relay.has_store:
+            # Now, for the reason given in `whole_or_broken`: this rank would be taken for one of those that were lost.
+            report(self._store, broken)
         return type(broken)(str(broken), broken.ranks)
 
     @property

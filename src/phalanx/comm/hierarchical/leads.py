@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from ...errors import CommunicationError
-from ..failure.cuttable import CuttableGloo
+from ..failure.cuttable import CuttableGloo, has_lost
 from ..memory.scratch import Scratch
 from ..shm.ops.reduce import reduce_into
 from ..shm.transport.call import ReduceOp, as_bytes
@@ -132,6 +132,10 @@ class Leads:
         if data.numel() > _LONG_BYTES:
             works.append(self._gloo.send([self._byte], host, _END))
         return works
+
+    def lost(self) -> list[int]:
+        """The hosts to which the connection has ended."""
+        return [host for host in self._others if has_lost(self._gloo, host)]
 
     def cut(self) -> None:
         """Cut the connections, so that whatever waits on them, here or on another host, raises."""
