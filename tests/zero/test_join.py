@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn, optim
@@ -186,6 +187,27 @@ def test_a_joined_rank_follows_the_options_of_those_still_training(
     assert not all(map(torch.equal, expected, unchanged)), "the options matter"
     for found in run_ranks(2, follow, kind, options, when, backend=backend):
         assert all(map(torch.equal, found, expected))
+
+
+def follow_numpy(rank: int, world: int, options: dict[str, Any]) -> float:
+    model = build()
+    wrapped = phalanx.DistributedDataParallel(model)
+    zero = ZeroRedundancyOptimizer(model.parameters(), optim.SGD, lr=0.1, **options)
+    for _ in range(2):
+        with Join([wrapped, zero]):
+            for step in range(2 + 3 * rank):
+                if step == 3:  # which the other rank does not come to
+                    zero.param_groups[0]["lr"] = np.float64(0.05)
+                zero.zero_grad()
+                wrapped(torch.ones(5, 8)).square().mean().backward()
+                zero.step()
+    return float(zero.param_groups[0]["lr"])
+
+
+@pytest.mark.parametrize("options", [{}, {"overlap_with_ddp": True}], ids=["alone", "overlapped"])
+def test_a_learning_rate_that_numpy_made_is_the_same_on_ranks_that_followed(options: dict[str, Any]) -> None:
+    """It comes to them as a number of Python's."""
+    assert run_ranks(2, follow_numpy, options) == [0.05, 0.05]
 
 
 def disagree(rank: int, world: int) -> str:

@@ -16,8 +16,9 @@ def own_options(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
 
 def comparable(value: Any) -> Any:
     """The value in a form that ranks can compare; of what has none, the name of its kind."""
+    # As Python has it: NumPy's numbers are equal to those that came by JSON (`zero.join`), but not written alike.
     if isinstance(value, float):
-        return float(value)  # NumPy's doubles, too, which print as something else
+        return float(value)
     if isinstance(value, _SIMPLE):
         return value
     if isinstance(value, (tuple, list)):
