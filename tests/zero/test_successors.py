@@ -6,6 +6,7 @@ import copy
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -137,6 +138,35 @@ def renewed(rank: int, world: int, options: dict[str, Any], keeps_old: bool) -> 
 @pytest.mark.parametrize("keeps_old", [False, True], ids=["old one dropped", "old one kept"])
 def test_zeroed_gradients_of_one_optimizer_are_zeros_to_the_next(options: dict[str, Any], keeps_old: bool) -> None:
     run_ranks(2, renewed, options, keeps_old)
+
+
+def make_another_before_the_step(rank: int, world: int, options: dict[str, Any]) -> None:
+    model, alone, wrapped, zero = trained(0, {"step_in_backward": False, **options})
+    for num_steps in (1, 2):  # the first backward is observed: another one comes to slices by another way
+        for number in range(num_steps):
+            zero.zero_grad()
+            loss(wrapped).backward()
+            if number < num_steps - 1:
+                zero.step()
+                step_alone(alone)
+        kept = zero
+        zero = phalanx.ZeroRedundancyOptimizer(
+            model.parameters(), optim.SGD, overlap_with_ddp=True, lr=0.1, step_in_backward=False, **options
+        )
+        for use in (zero.step, partial(zero.clip_grad_norm_, 1.0), lambda: loss(wrapped).backward()):
+            with pytest.raises(RuntimeError, match="is in slices of another ZeroRedundancyOptimizer"):
+                use()
+        assert_alike(model, alone)
+        # Zeroed, they are zeros to whoever steps: with a plain optimizer, too, such a step changes nothing here.
+        zero.zero_grad(set_to_none=False)
+        zero.step()
+        assert_alike(model, alone)
+        del kept
+
+
+@pytest.mark.parametrize("options", [{}, {"stage": 2}], ids=["stage 1", "stage 2"])
+def test_slices_that_wait_for_another_optimizer_are_not_lost_in_silence(options: dict[str, Any]) -> None:
+    run_ranks(2, make_another_before_the_step, options)
 
 
 def use_the_first_wrapper(rank: int, world: int, options: dict[str, Any]) -> None:

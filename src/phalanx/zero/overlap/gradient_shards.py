@@ -78,6 +78,8 @@ class GradientShards:
                 "parameters still have the gradient of the last step, which stage=2 has freed, so that another cannot be "
                 "added to it. Call zero_grad() before each step's backward."
             )
+        if not joined:
+            self._take_over()
         earlier, self._accumulated = self._accumulated, {}
         for number, marker in self._markers.items():
             if not take_pending(self._sharded.table.params[number]) or joined:
@@ -178,11 +180,10 @@ class GradientShards:
     def restore(self) -> None:
         """Afterwards, in the shards of the new partition: take the means out of the state again."""
         params, state = self._sharded.table.params, self._sharded.optim.state
-        for number, marker in self._markers.items():
+        for number in self._markers:
             old = params[number].grad
-            if isinstance(old, ScatteredGradient):
-                marker.pending, marker.is_zero = old.pending, old.is_zero
-                params[number].grad = marker
+            if isinstance(old, ScatteredGradient) and old.optimizer() is self._sharded:
+                self._take_place(number, old)
             for live, gradient in self._slices.get(number, ()):
                 mine = state.get(live.tensor)
                 if mine is not None and _SET_ASIDE in mine:
@@ -192,8 +193,29 @@ class GradientShards:
 
     # -- afterwards ----------------------------------------------------------------------------
 
+    def _take_over(self) -> None:
+        """Gradients that another optimizer has scattered and the user has zeroed are zeros here, too. Refuse all others."""
+        for number, marker in self._markers.items():
+            held = self._sharded.table.params[number].grad
+            if held is marker or not isinstance(held, ScatteredGradient):
+                continue
+            # The slices here hold something else: to go on by them would be to lose that mean without a word.
+            if not held.is_zero:
+                raise ReductionError(
+                    f"the gradient of {self._sharded.table.names[number]} is in slices of another ZeroRedundancyOptimizer, "
+                    "which worked for this wrapper before. Step by that one before making another, and call zero_grad()."
+                )
+            self._take_place(number, held)
+            self.zero_slices([number])
+
+    def _take_place(self, number: int, held: ScatteredGradient) -> None:
+        marker = self._markers[number]
+        marker.pending, marker.is_zero = held.pending, held.is_zero
+        self._sharded.table.params[number].grad = marker
+
     def arm(self) -> None:
         """Before a step apart from backward: give slices the gradients that the parameters still have."""
+        self._take_over()
         for number in self._markers:
             grad = self._sharded.table.params[number].grad
             if grad is not None and (not isinstance(grad, ScatteredGradient) or grad.pending is not None):
@@ -217,6 +239,7 @@ class GradientShards:
 
     def owned(self) -> list[torch.Tensor]:
         """The owned slices of all gradients that there are."""
+        self._take_over()
         params = self._sharded.table.params
         return [
             live.owned(gradient)
@@ -256,13 +279,15 @@ def _view(live: LiveSlice, shard: Shard, memory: torch.Tensor, origin: int) -> t
 class ScatteredGradient(torch.Tensor):
     """Stands in `param.grad`. Has the shape of the parameter and no memory. `pending` is local gradient not reduced yet.
 
-    `is_zero`: the user has zeroed it since it was given out. `keeper` has the slices.
+    `is_zero`: the user has zeroed it since it was given out. `keeper` has the slices, and is another one with each
+    partition of the same `optimizer`.
     """
 
     number: int
     pending: torch.Tensor | None
     is_zero: bool
     keeper: weakref.ref[GradientShards]
+    optimizer: weakref.ref[ShardedOptimizer]
 
     @staticmethod
     def __new__(cls, param: torch.Tensor, number: int, keeper: GradientShards) -> ScatteredGradient:
@@ -272,7 +297,7 @@ class ScatteredGradient(torch.Tensor):
         made.number = number
         made.pending = None
         made.is_zero = False
-        made.keeper = weakref.ref(keeper)
+        made.keeper, made.optimizer = weakref.ref(keeper), weakref.ref(keeper._sharded)
         return made
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
