@@ -147,6 +147,13 @@ def set_lr(optimizer: torch.optim.Optimizer) -> None:
     optimizer.param_groups[0]["lr"] = 0.7
 
 
+def load_lr(optimizer: torch.optim.Optimizer) -> None:
+    """A whole state, of which nothing but the rate is another."""
+    state = optimizer.state_dict()
+    state["param_groups"][0]["lr"] = 0.7
+    optimizer.load_state_dict(state)
+
+
 def plain_options(change: Callable[[Any], None], late: bool) -> Row:
     """The odd rank changes options of a plain optimizer, after some steps or, with `late` not, before the first."""
 
@@ -214,6 +221,7 @@ ROWS: dict[str, tuple[Row, str]] = {
     "a plain step more": (plainly(1, 2), _STEPS + "2 on rank 1"),
     "a plain step less": (plainly(1, 0), _STEPS + "0 on rank 1"),
     "a plain rate later": (plain_options(set_lr, late=True), "lr of group 0 is 0.0125 on rank 0, 2, 0.7 on rank 1"),
+    "a plain rate loaded": (plain_options(load_lr, late=True), "lr of group 0 is 0.0125 on rank 0, 2, 0.7 on rank 1"),
     "a plain rate at once": (
         plain_options(set_lr, late=False),
         "lr of group 0 in the last step, which has been applied is 0.1 on rank 0, 2, 0.7 on rank 1",

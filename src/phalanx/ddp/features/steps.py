@@ -55,23 +55,28 @@ Values = tuple[tuple[Any, ...], ...]
 """The values of options, per group."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
 class _Step:
     """One step of an optimizer. Its groups are held until the next pass: ranks free an optimizer at different moments."""
 
     optimizer: str
     options: tuple[str, ...]
-    groups: Sequence[dict[str, Any]]  # those that have parameters of the wrapper
+    numbers: tuple[int, ...]  # of the groups that have parameters of the wrapper
+    groups: list[dict[str, Any]]
     used: Values
 
     @classmethod
     def of(cls, optimizer: torch.optim.Optimizer, numbers: tuple[int, ...]) -> _Step:
         """`numbers`: of the groups that have parameters of the wrapper."""
         if optimizer in _compare_themselves:
-            return cls(type(optimizer).__name__, (), (), ())
+            return cls(type(optimizer).__name__, (), (), [], ())
         groups = [optimizer.param_groups[number] for number in numbers]
         options = tuple(name for name in own_options(optimizer) if not any(word in name for word in _RANKS_OWN))
-        return cls(type(optimizer).__name__, options, groups, _read(groups, options))
+        return cls(type(optimizer).__name__, options, numbers, groups, _read(groups, options))
+
+    def loaded(self, optimizer: torch.optim.Optimizer) -> None:
+        """The optimizer has loaded a state, by which it has other groups: the next step is made by these."""
+        self.groups[:] = [optimizer.param_groups[number] for number in self.numbers]
 
     @property
     def values(self) -> tuple[str, tuple[str, ...], Values, Values]:
@@ -203,6 +208,8 @@ class _Stepped:
 _counts: weakref.WeakSet[StepCount] = weakref.WeakSet()
 # Found once per optimizer, not in every step.
 _known: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Stepped] = weakref.WeakKeyDictionary()
+# Steps that no pass has told yet.
+_untold: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.WeakSet[_Step]] = weakref.WeakKeyDictionary()
 _compare_themselves: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 
@@ -225,6 +232,9 @@ def _begins(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
     if known is None or known.num_params != num_params:
         found = tuple((weakref.ref(count), groups) for count in _counts if (groups := count.groups_of(optimizer)))
         known = _known[optimizer] = _Stepped(num_params, found, [])
+        if optimizer not in _untold:
+            _untold[optimizer] = weakref.WeakSet()
+            optimizer.register_load_state_dict_post_hook(_loaded)
     known.before = [0 if (count := one()) is None else count.num_steps for one, _ in known.counts]
 
 
@@ -235,7 +245,15 @@ def _ended(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         return
     for (one, groups), before in zip(known.counts, known.before, strict=True):
         if (count := one()) is not None:
-            count.stepped(before, _Step.of(optimizer, groups))
+            step = _Step.of(optimizer, groups)
+            count.stepped(before, step)
+            _untold[optimizer].add(step)
+
+
+@untraced
+def _loaded(optimizer: torch.optim.Optimizer) -> None:
+    for step in _untold[optimizer]:
+        step.loaded(optimizer)
 
 
 def _is_nought(rate: Any) -> bool:
