@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import fcntl
 import os
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -251,3 +254,29 @@ def test_what_several_count_and_compare_is_exact(tmp_path: Path, alarm: Alarm) -
     assert stores[0].get("count") == b"150"
     assert len(set(won)) == 1 and stores[1].get("first") == won[0]
     assert stores[2].delete_key("first") and not stores[2].delete_key("first") and stores[0].num_keys() == 1
+
+
+_INTERRUPTED = """
+import os, signal, sys, threading, time
+from datetime import timedelta
+import torch.distributed as dist
+from phalanx.comm.failure.arrivals import Arrivals
+from phalanx.comm.failure.interruption import interruptible
+
+class Lasting:
+    def __del__(self, sleep=time.sleep):
+        sleep(1.0)
+
+sys.lasting = Lasting()  # until the thread below has come back
+store, limit = dist.HashStore(), timedelta(seconds=1.0)
+store.set_timeout(limit)
+arrivals = Arrivals(store, (0, [0, 1]), 30.0)
+threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+interruptible(lambda: dist.ProcessGroupGloo(store, 0, 2, timeout=limit), arrivals)
+"""
+
+
+def test_ctrl_c_while_a_group_is_made_ends_the_process_as_an_interrupt() -> None:
+    ended = subprocess.run([sys.executable, "-c", _INTERRUPTED], capture_output=True, text=True, timeout=50)
+    assert ended.returncode == -signal.SIGINT, ended.stderr
+    assert ended.stderr.endswith("KeyboardInterrupt\n"), ended.stderr

@@ -21,6 +21,7 @@ import contextlib
 import os
 import platform
 import re
+import signal
 import socket
 import stat
 import sys
@@ -179,6 +180,10 @@ def _rest_at_exit() -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
+    if last_words.has_ended_by_exception() and isinstance(getattr(sys, "last_value", None), KeyboardInterrupt):
+        # As Python itself ends then: whoever started this process sees that it was interrupted.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
     os._exit(code)
 
 

@@ -159,11 +159,15 @@ def interruptible(make: Callable[[], None], interruption: Interruption) -> None:
     # A daemon: the process may end before the connection that it waits for is given up.
     thread = threading.Thread(target=run, name="phalanx-joining", daemon=True)
     thread.start()
-    while not done.wait(_LOOK_S):
-        error = interruption.error()
-        if error is not None and not done.wait(_LEAVING_S):
-            _give_up(thread)
-            raise error
+    try:
+        while not done.wait(_LOOK_S):
+            error = interruption.error()
+            if error is not None and not done.wait(_LEAVING_S):
+                raise error
+    except BaseException:
+        # Ctrl-C comes here as well, or whatever else a handler of signals raises.
+        _give_up(thread)
+        raise
     if raised:
         raise raised[0]
 
