@@ -156,10 +156,16 @@ def stepped_in_another_order(world: Odd) -> None:
     optimizers = [zero(one.parameters()) for one in (first, second)]
     backward(first)
     backward(second)
+    world.settled(nn.ModuleList([first.module, second.module]))
     for optimizer in world.pick(optimizers, optimizers[::-1]):
         optimizer.step()
-    world.settled(nn.ModuleList([first.module, second.module]))
-    backward(first)
+
+
+def optimizers_made_in_another_order(world: Odd) -> None:
+    """Of two models of one shape, whose parameters have the same names."""
+    wrapped = [wrap(), wrap()]
+    for one in world.pick(wrapped, wrapped[::-1]):
+        zero(one.parameters())
 
 
 def promised_static(world: Odd) -> None:
@@ -171,6 +177,7 @@ def promised_static(world: Odd) -> None:
     backward(wrapped)
 
 
+_WRAPPERS = "wrapper is number 1 of this group on rank 0, 2, number 2 of this group on rank 1"
 _STAGE_2 = {"stage": 2, "overlap_with_ddp": True}
 
 # A rank asks for an agreement to which nobody comes: on gloo a collective stays under way until its time limit.
@@ -210,7 +217,8 @@ ROWS: dict[str, tuple[Row, str]] = {
     "ratio, later": (set_later(hooks.TopKState, hooks.topk_hook, setting("ratio", 0.5)), "ratio of the hook's state"),
     "blocks, later": (set_later(hooks.Int8State, hooks.int8_hook, setting("block_size", 64)), "block_size of the hook's"),
     "another optimizer stepped": (stepped_in_place_of, "without a backward that was reduced since the last step()"),
-    "optimizers in another order": (stepped_in_another_order, "number 1 of all on this group on rank 0, 2"),
+    "optimizers in another order": (stepped_in_another_order, _WRAPPERS),
+    "optimizers made in another order": (optimizers_made_in_another_order, _WRAPPERS),
     # These raise in the midst of backward, which leaves a part of the graph with autograd.
     "lr changed, stage 2": (changed(set_option("lr", 0.01), **_STAGE_2), "lr of group 0"),
     "state loaded, stage 2": (changed(load_a_state, step_in_backward=False, **_STAGE_2), "loaded states"),

@@ -66,6 +66,9 @@ class CommonSettings:
         self._collectives = collectives
         self._name_of: dict[int, str] = {}  # by id of the parameter, once a wrapper knows
         self._names: tuple[str, ...] = ()  # in the order of the parameters
+        # By the numbers that wrappers have on every rank: two of one shape have parameters of the same names.
+        self._wrapper_of: dict[int, int] = {}
+        self._wrappers: tuple[int, ...] = ()
         self._clip: tuple[float, float, bool] | None = None
         self._num_clips = 0
         self._steps = (0, 0)  # how many were made, and the place of the last one among those of all optimizers of the group
@@ -242,6 +245,7 @@ class CommonSettings:
             return
         reducer = wrapper.reducer
         self._name_of |= {id(p): spec.name for p, spec in zip(reducer.params, reducer.plan.specs, strict=True)}
+        self._wrapper_of |= dict.fromkeys(map(id, reducer.params), reducer.number)
         optimizer = self._optimizer()
         if optimizer is not None:
             self._name_params(optimizer)
@@ -251,6 +255,7 @@ class CommonSettings:
     def _name_params(self, optimizer: torch.optim.Optimizer) -> None:
         if self._name_of:
             self._names = tuple(self._name_of.get(id(param), "?") for param in _params(optimizer))
+            self._wrappers = tuple(sorted({self._wrapper_of.get(id(param), 0) for param in _params(optimizer)}))
 
     def _read(self, more: Iterable[str] = ()) -> None:
         """Read the options as they are now; `more` are further names of them."""
@@ -259,12 +264,12 @@ class CommonSettings:
             groups = optimizer.param_groups
             keys = tuple(sorted({*own_options(optimizer), *more}))
             options = tuple(tuple([comparable(group.get(key)) for key in keys]) for group in groups)
-            self._values = (keys, options, self._clip, self._loaded, self._names)
+            self._values = (keys, options, self._clip, self._loaded, self._names, self._wrappers)
 
     def _in_words(self, values: Values) -> dict[str, str]:
         if not values:
             return {}
-        keys, options, clip, loaded, names = values
+        keys, options, clip, loaded, names, wrappers = values
         words = {
             f"{key} of group {number}": repr(value)
             for number, group in enumerate(options)
@@ -273,6 +278,8 @@ class CommonSettings:
         limits = "none" if clip is None else "max_norm={}, norm_type={}, error_if_nonfinite={}".format(*clip)
         words["limits of clip_grad_norm_"] = limits
         words["loaded states"] = loaded
+        if wrappers:
+            words["wrapper"] = f"number {', '.join(map(str, wrappers))} of this group"
         return words | {f"parameter {number}": f"'{name}'" for number, name in enumerate(names)}
 
 
