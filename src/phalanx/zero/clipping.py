@@ -84,8 +84,10 @@ def clip_shards(
     # The small number is torch's, so that equal norms clip equally. It also keeps a norm of zero from dividing.
     coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     for part in shards:
-        # Real also for complex gradients: a complex factor would turn an infinite part into NaN.
-        part.mul_(coefficient.to(dtype=part.dtype.to_real(), device=part.device, non_blocking=True))
+        # Real also for complex gradients: a complex factor would turn an infinite part into NaN. Not rounded to bfloat16,
+        # in which all gradients would be scaled by up to 0.4 % more or less than asked for.
+        dtype = torch.promote_types(part.dtype.to_real(), torch.float32)
+        part.mul_(coefficient.to(dtype=dtype, device=part.device, non_blocking=True))
     return total.to(reduce(torch.promote_types, (grad.dtype.to_real() for grad in grads)))
 
 
