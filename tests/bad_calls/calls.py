@@ -116,6 +116,10 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
         wrap(delay_all_reduce_named_params=["x"], param_to_hook_all_reduce=nn.Parameter(torch.ones(1))),
         "(name, parameter) pairs",
     ),
+    "delayed: until a name": (
+        wrap(delay_all_reduce_named_params=[], param_to_hook_all_reduce="0.weight"),
+        "param_to_hook_all_reduce is a parameter",
+    ),
     "hook: a number": (registered(None, 3), "must be callable"),
     "hook: PowerSGD, no state": (registered(None, hooks.powerSGD_hook), "wants a PowerSGDState"),
     "hook: PowerSGD, another state": (registered(hooks.Int8State(None), hooks.powerSGD_hook), "wants a PowerSGDState"),

@@ -41,6 +41,13 @@ def delayed(world: Odd) -> None:
     phalanx.DistributedDataParallel(net, delay_all_reduce_named_params=named, param_to_hook_all_reduce=trigger)
 
 
+def delayed_until(world: Odd) -> None:
+    net = model()
+    named = [("0.weight", net[0].weight)]  # type: ignore[index]
+    trigger = net[world.pick(1, 2)].weight  # type: ignore[index]
+    phalanx.DistributedDataParallel(net, delay_all_reduce_named_params=named, param_to_hook_all_reduce=trigger)
+
+
 def version_of_torch(world: Odd) -> None:
     before, torch.__version__ = torch.__version__, world.pick(torch.__version__, "2.9.0")  # type: ignore[assignment]
     try:
@@ -195,6 +202,7 @@ ROWS: dict[str, tuple[Row, str]] = {
     "frozen dtype": (frozen(more=torch.ones(4).double()), "[4] float64 on rank 1"),
     "one frozen more": (frozen(more=torch.ones(4), other=torch.ones(4)), "frozen parameter 'other' is missing on rank 0, 2"),
     "delayed": (delayed, "stride [8, 1], delayed)"),
+    "delayed until": (delayed_until, "param_to_hook_all_reduce is '1.weight' on rank 0, 2, '2.weight' on rank 1"),
     "version of torch": (version_of_torch, "2.9.0 on rank 1"),
     "divisor of torch's Join": (divisor, "divide_by_initial_world_size is True on rank 0, 2, False on rank 1"),
     "static graph, set later": (promised_static, "static_graph is missing on rank 0, 2, set by"),

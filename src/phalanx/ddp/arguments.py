@@ -201,15 +201,19 @@ def _device_index(device: Any) -> int:
     return torch.accelerator.current_device_index() if index is None else index
 
 
-def check_delayed(names_and_params: Any, trigger: Any) -> list[tuple[str, torch.nn.Parameter]]:
-    """The delayed parameters; both arguments come together or not at all."""
+def check_delayed(module: torch.nn.Module, names_and_params: Any, trigger: Any) -> tuple[set[str], str]:
+    """The names of the delayed parameters and of the one that they come after; both are given, or neither."""
     if (names_and_params is None) != (trigger is None):
         raise ConfigError(
             "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time. "
             "Give both, or neither."
         )
     if names_and_params is None:
-        return []
+        return set(), "none"
+    if not isinstance(trigger, torch.Tensor):
+        raise ArgumentTypeError(
+            f"param_to_hook_all_reduce is a parameter of the model, got {trigger!r:.80}. Give the parameter itself."
+        )
     try:
         pairs = [(name, param) for name, param in names_and_params]
     except (TypeError, ValueError):
@@ -219,7 +223,8 @@ def check_delayed(names_and_params: Any, trigger: Any) -> list[tuple[str, torch.
             "delay_all_reduce_named_params is a list of (name, parameter) pairs, got "
             f"{names_and_params!r:.80}. Take them from module.named_parameters()."
         )
-    return pairs
+    named = (f"'{name}'" for name, param in module.named_parameters() if param is trigger)
+    return {name for name, _ in pairs}, next(named, "a parameter of another model")
 
 
 def check_precision(mixed_precision: Any) -> None:
@@ -346,6 +351,7 @@ def in_words(wrapper: Any) -> dict[str, str]:
     words["version of torch"] = torch.__version__.partition("+")[0]
     words["device"] = wrapper.device_type
     words["mixed_precision"] = str(wrapper.mixed_precision)
+    words["param_to_hook_all_reduce"] = wrapper._delayed_until
     words["ignored parameters"] = ", ".join(sorted(wrapper.parameters_to_ignore)) or "none"
     # What is not trained is replicated too, and no plan knows it.
     for name, param in wrapper._frozen:

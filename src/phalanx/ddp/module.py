@@ -113,13 +113,13 @@ class DistributedDataParallel(TorchBase):
         arguments.check_module(module)
         keep_freed_memory(os.environ)
         arguments.check_precision(mixed_precision)
-        delayed = arguments.check_delayed(delay_all_reduce_named_params, param_to_hook_all_reduce)
+        delayed = arguments.check_delayed(module, delay_all_reduce_named_params, param_to_hook_all_reduce)
         self.process_group = arguments.choose_group(process_group, device_mesh)
         arguments.adapt_to_mesh(module, device_mesh)
         self.module = module
         self.device_mesh = device_mesh
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-        self._delayed_names = {name for name, _ in delayed}
+        self._delayed_names, self._delayed_until = delayed
         managed = [(n, p) for n, p in module.named_parameters() if n not in self.parameters_to_ignore]
         arguments.check_parameters(managed)
         every = [param for _, param in managed]
