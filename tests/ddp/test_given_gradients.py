@@ -428,6 +428,8 @@ def move(rank: int, world: int, how: str, views: bool, zeroed: str) -> None:
             wrapped.zero_grad(set_to_none=zeroed == "to none")
         loss(wrapped, step, rank).backward()
         assert_mean(model, mean_by_hand(plain, world, lambda m, r, step=step: loss(m, step, r)))
+        # Fused optimizers go by memory: they would step every weight by the gradient of another one.
+        assert all(param.grad is not None and param.grad.stride() == param.stride() for param in model.parameters())
 
 
 @everywhere

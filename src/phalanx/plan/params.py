@@ -87,6 +87,16 @@ def gradient_dtype(param: torch.Tensor) -> torch.dtype:
     return param.grad_dtype or param.dtype
 
 
+def lies_as(param: torch.Tensor, spec: ParamSpec) -> bool:
+    """Whether a gradient that is laid out by `spec` lies in memory as its parameter does now.
+
+    Users move models to another memory format after wrapping, and torch's fused optimizers step by memory, not by strides. A
+    parameter with gaps or overlaps has no gradient that lies as it does.
+    """
+    stride = param.stride()
+    return stride == spec.stride or not _is_dense(tuple(param.shape), stride)
+
+
 def specs_of(
     named_parameters: Iterable[tuple[str, torch.Tensor]], sparse: Iterable[str] = (), delayed: Iterable[str] = ()
 ) -> tuple[ParamSpec, ...]:

@@ -19,7 +19,7 @@ import torch
 
 from ...comm.memory.copies import copy_all
 from ...plan import ParamSpec, Slot
-from ...plan.params import gradient_dtype
+from ...plan.params import gradient_dtype, lies_as
 from . import slot
 from .bucket import Bucket, Contents, Scale, Stage, multiplies
 from .slot import ABSENT, COPIED, HELD, LATE, LOANED, LOCAL, SCATTERED, TAKEN, VIEWED
@@ -394,7 +394,7 @@ class DenseBucket(Bucket):
 
     def _show(self, place: int) -> None:
         param = self.params[place]
-        if gradient_dtype(param) != self.dtype:
+        if gradient_dtype(param) != self.dtype or not lies_as(param, self.specs[place]):
             self._give_new(place)
             return
         param.grad = self.memory.show(place)
@@ -440,7 +440,8 @@ class DenseBucket(Bucket):
         """The gradient that was taken is gone (or there was none): the body's memory takes its place, or a new tensor."""
         param, view = self.params[place], self.views[place]
         dtype = gradient_dtype(param)
-        if self.large[place] and dtype == view.dtype and self._num_kept < _MOST_KEPT:
+        may_loan = self.large[place] and dtype == view.dtype and self._num_kept < _MOST_KEPT
+        if may_loan and lies_as(param, self.specs[place]):
             param.grad = view.detach()  # a tensor of its own, so that references to it count
             self.memory.is_loaned = True
             slot.give(self.states, place, LOANED)
