@@ -113,8 +113,8 @@ MUTATIONS = (
     ),
     Mutation(
         name="doors: a page in somebody else's folder can be read by them",
-        file="src/phalanx/observe/report.py",
-        old="    mode = 0o600 if target.parent.resolve() == run.path.resolve() else 0o666\n",
+        file="src/phalanx/observe/made.py",
+        old="    mode = 0o600 if is_inside else 0o666\n",
         new="    mode = 0o666\n",
         tests="tests/security/test_reports.py::test_a_page_tells_the_owner_of_the_folder_nothing_of_ours",
     ),

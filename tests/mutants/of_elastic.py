@@ -164,7 +164,7 @@ MUTATIONS = (
     Mutation(
         name="elastic: a group that was given up is made after all",
         file=INTERRUPTION,
-        old="            _give_up(thread)\n",
+        old="        _give_up(thread)\n",
         new="",
         tests="tests/elastic/test_group.py",
     ),

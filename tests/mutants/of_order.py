@@ -183,4 +183,11 @@ MUTATIONS = (
         new="",
         tests=TESTS,
     ),
+    Mutation(
+        name="crossed: only groups of the same members are looked at",
+        file="src/phalanx/comm/crossed.py",
+        old="    if theirs == mine and elsewhere is not None:\n",
+        new="    if False:\n",
+        tests="tests/comm/test_crossed.py",
+    ),
 )
