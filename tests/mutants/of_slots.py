@@ -96,8 +96,8 @@ MUTATIONS = (
     Mutation(
         name="bucket: a loan of the bucket's dtype for a parameter of another",
         file=BUCKET,
-        old="        if self.large[place] and dtype == view.dtype and",
-        new="        if self.large[place] and",
+        old="self.large[place] and dtype == view.dtype and",
+        new="self.large[place] and",
         words="mixed large",
     ),
     Mutation(
