@@ -20,6 +20,7 @@ PACKAGE = ROOT / "src" / "phalanx"
 # The longest matching name decides, so `observe.trace` is not part of `observe`.
 LAYERS = [
     "errors",
+    "checks",
     "observe.trace",
     "observe.live.pulse",
     "observe.live.seen",

@@ -42,6 +42,15 @@ def entered(use: Callable[[Any], Any]) -> Callable[[], Any]:
     return call
 
 
+def ignoring(names: Any) -> Callable[[], Any]:
+    def call() -> Any:
+        net = _net()
+        net._ddp_params_and_buffers_to_ignore = names
+        return phalanx.DistributedDataParallel(net)
+
+    return call
+
+
 def zero(params: Any = None, optimizer_class: Any = torch.optim.Adam, **options: Any) -> Callable[[], Any]:
     def call() -> Any:
         given = list(_net().parameters()) if params is None else params
@@ -120,6 +129,22 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
         wrap(delay_all_reduce_named_params=[], param_to_hook_all_reduce="0.weight"),
         "param_to_hook_all_reduce is a parameter",
     ),
+    **{
+        f"flag as text: {name}": (wrap(**{name: "no"}), f"{name} must be True or False")
+        for name in ("find_unused_parameters", "static_graph", "gradient_as_bucket_view", "init_sync", "broadcast_buffers")
+    },
+    "flag: nan": (wrap(forward_sync_buffers=NAN), "forward_sync_buffers must be True or False"),
+    "flag: a list": (wrap(skip_all_reduce_unused_params=[]), "skip_all_reduce_unused_params must be True or False"),
+    "flag: 3": (wrap(batched_grad_copy=3), "batched_grad_copy must be True or False"),
+    "mesh: text": (wrap(device_mesh="x"), "device_mesh is a torch.distributed.device_mesh.DeviceMesh"),
+    "ignored: a number": (ignoring(3), "is a list of names"),
+    "ignored: a name": (ignoring("0.weight"), "is a list of names"),
+    "ignored: numbers": (ignoring([3]), "is a list of names"),
+    "load into the wrapper: a number": (wrapped(lambda ddp: ddp.load_state_dict(3)), "to be dict-like, got int"),
+    "load into the wrapper: nothing": (wrapped(lambda ddp: ddp.load_state_dict(None)), "to be dict-like, got NoneType"),
+    "replicate: a rank of no group": (wrapped(lambda ddp: ddp.replicate_module(5)), "source must be a rank of the group"),
+    "replicate: below 0": (wrapped(lambda ddp: ddp.replicate_module(-1)), "source must be a rank of the group"),
+    "replicate: text": (wrapped(lambda ddp: ddp.replicate_module("x")), "source must be a rank of the group"),
     "hook: a number": (registered(None, 3), "must be callable"),
     "hook: PowerSGD, no state": (registered(None, hooks.powerSGD_hook), "wants a PowerSGDState"),
     "hook: PowerSGD, another state": (registered(hooks.Int8State(None), hooks.powerSGD_hook), "wants a PowerSGDState"),
@@ -131,6 +156,42 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     "hook: PowerSGD, rank 1.5": (lambda: hooks.PowerSGDState(None, matrix_approximation_rank=1.5), "a whole number"),
     "hook: int8, group": (lambda: hooks.Int8State("x"), "must be a process group"),  # type: ignore[arg-type]
     "hook: top-k, nothing": (lambda: hooks.TopKState(ratio=0), "nothing would be sent"),
+    "hook: one argument": (registered(None, lambda bucket: None), "called as hook(state, bucket)"),
+    "hook: no argument": (registered(None, lambda: None), "called as hook(state, bucket)"),
+    "hook: three arguments": (registered(None, lambda state, bucket, more: None), "called as hook(state, bucket)"),
+    "hook: fp16 around a number": (lambda: hooks.fp16_compress_wrapper(3), "must be callable"),  # type: ignore[arg-type]
+    "hook: bf16 around nothing": (lambda: hooks.bf16_compress_wrapper(None), "must be callable"),  # type: ignore[arg-type]
+    "hook: one at a time, a number": (lambda: hooks.one_bucket_at_a_time(3), "must be callable"),  # type: ignore[arg-type]
+    "hook: fp16 around PowerSGD, no state": (
+        registered(None, hooks.fp16_compress_wrapper(hooks.powerSGD_hook)),
+        "wants a PowerSGDState",
+    ),
+    "hook: both around int8, another state": (
+        registered("x", hooks.fp16_compress_wrapper(hooks.bf16_compress_wrapper(hooks.int8_hook))),
+        "wants a Int8State",
+    ),
+    **{
+        f"hook: PowerSGD, {name} {value!r}": (lambda o={name: value}: hooks.PowerSGDState(None, **o), f"{name} must be")
+        for name, value in (
+            ("random_seed", "x"),
+            ("random_seed", None),
+            ("compression_stats_logging_frequency", "x"),
+            ("compression_stats_logging_frequency", NAN),
+            ("use_error_feedback", "no"),
+            ("warm_start", "no"),
+            ("batch_tensors_with_same_shape", "no"),
+        )
+    },
+    "hook: int8, feedback": (lambda: hooks.Int8State(None, use_error_feedback="no"), "use_error_feedback must be"),  # type: ignore[arg-type]
+    "hook: top-k, feedback": (lambda: hooks.TopKState(None, use_error_feedback="no"), "use_error_feedback must be"),  # type: ignore[arg-type]
+    **{
+        f"hook: {kind.__name__} from {state!r}": (
+            lambda kind=kind, state=state: kind().load_state_dict(state),
+            f"expected the state_dict of a {kind.__name__}, got one of '{type(state).__name__}'",
+        )
+        for kind in (hooks.PowerSGDState, hooks.Int8State, hooks.TopKState)
+        for state in (3, None, [])
+    },
     "weight: text": (entered(lambda ddp: ddp.weight("x")), "a weight is a number"),
     "weight: nan": (entered(lambda ddp: ddp.weight(NAN)), "a weight must be finite"),
     "weight: negative": (entered(lambda ddp: ddp.weight(-1)), "a weight must be finite and not negative"),

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from ..errors import MismatchError
+from ..errors import ConfigError, MismatchError
 from .collectives import Collectives
 from .memory.copies import copy_all
 from .memory.pages import zeros_in_pages
@@ -90,6 +90,8 @@ def replicate(
     tensors: Sequence[torch.Tensor], collectives: Collectives, source: int, what: str
 ) -> None:
     """Overwrite `tensors` on every rank by those of rank `source`. Same shapes and dtypes everywhere."""
+    if isinstance(source, bool) or not isinstance(source, int) or not 0 <= source < collectives.world:
+        raise ConfigError(f"source must be a rank of the group, 0 to {collectives.world - 1}, got {source!r}.")
     wanted = [tensor for tensor in tensors if tensor.numel()]
     for chunk in _chunks(wanted):
         facts = _facts(chunk)

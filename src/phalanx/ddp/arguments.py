@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import sys
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,10 +18,16 @@ from torch.distributed.algorithms.join import Joinable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import UninitializedParameter
 
+from ..checks import check_flags
 from ..errors import ArgumentTypeError, ConfigError, PhalanxError, ReductionError, StateError
 from ..plan import BucketCaps, ParamSpec, specs_of
 from ..plan.buckets import DEFAULT_CAP_BYTES, DEFAULT_FIRST_CAP_BYTES, MIB
 from ..plan.params import gradient_dtype
+
+_FLAGS = (
+    "broadcast_buffers init_sync find_unused_parameters gradient_as_bucket_view static_graph skip_all_reduce_unused_params "
+    "batched_grad_copy forward_sync_buffers"
+).split()
 
 
 class UnsuitableModel(PhalanxError, RuntimeError):
@@ -33,6 +39,11 @@ def choose_group(process_group: dist.ProcessGroup | None, device_mesh: DeviceMes
     if process_group is not None and device_mesh is not None:
         raise UnsuitableModel("Cannot specify both process_group and device_mesh arguments. Give one of them.")
     if device_mesh is not None:
+        if not isinstance(device_mesh, DeviceMesh):
+            raise ArgumentTypeError(
+                f"device_mesh is a torch.distributed.device_mesh.DeviceMesh, got {device_mesh!r:.80}. Make one with "
+                "init_device_mesh(), or leave it out."
+            )
         if device_mesh.ndim != 1:
             raise UnsuitableModel(
                 f"Only 1D device mesh is supported, but got {device_mesh}. Slice out the data-parallel dimension."
@@ -98,6 +109,11 @@ def choose_buffer_sync(broadcast_buffers: bool | None, forward_sync_buffers: boo
     return chosen, chosen
 
 
+def check_flags_of(given: Mapping[str, object]) -> None:
+    """Refuse what is no flag, among all arguments by their names."""
+    check_flags(**{name: given[name] for name in _FLAGS})
+
+
 def check_module(module: object) -> None:
     """Refuse what is no module, often its parameters, as an optimizer wants them; warn of what is wrapped already."""
     if not isinstance(module, torch.nn.Module):
@@ -112,6 +128,19 @@ def check_module(module: object) -> None:
             "the model inside of it: DistributedDataParallel(model.module).",
             stacklevel=3,
         )
+
+
+def names_to_ignore(module: torch.nn.Module) -> set[str]:
+    """The names of parameters and buffers that the wrapper is to leave alone, as the user has put them on the module."""
+    names: Any = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+    # A name alone is a collection of letters, of which none would be a parameter.
+    found: list[Any] = list(names) if isinstance(names, Iterable) and not isinstance(names, (str, bytes)) else [None]
+    if not all(isinstance(name, str) for name in found):
+        raise ArgumentTypeError(
+            f"_ddp_params_and_buffers_to_ignore is a list of names of parameters and buffers, got {names!r:.80}. Set it by "
+            "DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, [names])."
+        )
+    return set(found)
 
 
 def check_replicated(wrapper: Any, init_sync: bool) -> None:
@@ -388,6 +417,10 @@ def check_pickle(state: Mapping[str, Any]) -> None:
 
 def named_as_wrapped(state: Mapping[str, Any], own: set[str]) -> Mapping[str, Any]:
     """The state of a model, by the names that it has inside of a wrapper, whichever of the two it was saved from."""
+    if not isinstance(state, Mapping):
+        raise ArgumentTypeError(
+            f"Expected state_dict to be dict-like, got {type(state).__name__}. Give what state_dict() returned."
+        )
     if not own.intersection(state) and own.intersection(f"module.{name}" for name in state):
         return {f"module.{name}": value for name, value in state.items()}
     return state

@@ -108,6 +108,7 @@ class DistributedDataParallel(TorchBase):
         on_late_mismatch: str = "raise",
         check_drift_every: int | None = None,
     ) -> None:
+        arguments.check_flags_of(locals())  # of which there are no others yet than the arguments
         torch.nn.Module.__init__(self)  # not torch's wrapper's, of which nothing runs
         Joinable.__init__(self)
         arguments.check_module(module)
@@ -118,7 +119,7 @@ class DistributedDataParallel(TorchBase):
         arguments.adapt_to_mesh(module, device_mesh)
         self.module = module
         self.device_mesh = device_mesh
-        self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        self.parameters_to_ignore = arguments.names_to_ignore(module)
         self._delayed_names, self._delayed_until = delayed
         managed = [(n, p) for n, p in module.named_parameters() if n not in self.parameters_to_ignore]
         arguments.check_parameters(managed)
@@ -150,8 +151,7 @@ class DistributedDataParallel(TorchBase):
         self.on_nonfinite = arguments.check_on_nonfinite(on_nonfinite)
         self.on_late_mismatch = arguments.check_on_late_mismatch(on_late_mismatch)
         self.check_drift_every = arguments.check_every(check_drift_every)
-        self.require_backward_grad_sync = True
-        self.require_forward_param_sync = True
+        self.require_backward_grad_sync = self.require_forward_param_sync = True
         self._number = 0  # until the ranks have agreed on one
         self._prepare()
         arguments.check_replicated(self, init_sync)

@@ -35,18 +35,35 @@ def check_hook(hook: object, device: torch.device | None = None) -> None:
     Raises ArgumentTypeError if it cannot be called or is not supported on `device`, and ConfigError
     if an annotation says that it takes or returns something else.
     """
-    if not callable(hook):
-        raise ArgumentTypeError(
-            f"Communication hook must be callable. Expected hook(state, bucket), got {type(hook).__name__}."
-        )
+    check_callable(hook)
     try:
-        signature = inspect.signature(hook)
+        signature = inspect.signature(hook)  # type: ignore[arg-type]  # it can be called
     except (TypeError, ValueError):
         signature = inspect.Signature()  # built in: has none to look at
     _check_bucket(hook, signature)
     _check_return(hook, signature)
     if device is not None and device.type == "cuda" and _name_of(hook) in _BF16_NAMES:
         _check_bf16_on_cuda()
+
+
+def check_callable(hook: object) -> None:
+    """Refuse what cannot be called as hook(state, bucket). Raises ArgumentTypeError."""
+    if not callable(hook):
+        raise ArgumentTypeError(
+            f"Communication hook must be callable. Expected hook(state, bucket), got {type(hook).__name__}."
+        )
+    try:
+        # Of the hook itself, not of what it was made of: a decorator may add or take an argument.
+        signature = inspect.signature(hook, follow_wrapped=False)
+    except (TypeError, ValueError):
+        return  # built in: has none to look at
+    try:
+        signature.bind(None, None)
+    except TypeError as error:
+        raise ArgumentTypeError(
+            f"Communication hook is called as hook(state, bucket), for which {_name_of(hook)}{signature} is not made: "
+            f"{error}. Write it with these two arguments."
+        ) from None
 
 
 def check_own_bucket(hook: str, bucket: object) -> None:

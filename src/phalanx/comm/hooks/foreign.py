@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from ..bucket import GradBucket
 from .blocking import BlockingGroup
-from .contract import Hook
+from .contract import Hook, check_callable
 from .group import collectives_from
 
 _TORCH_HOOKS = "torch.distributed.algorithms.ddp_comm_hooks."
@@ -53,6 +53,8 @@ def one_bucket_at_a_time(hook: Hook, in_memory_order: bool = False) -> Hook:
     for the time of the call. The hook works on a copy of the bucket that it may resize. With
     `in_memory_order`, gradients are contiguous views, whatever the parameters' strides are.
     """
+
+    check_callable(hook)
 
     @functools.wraps(hook)
     def run(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

@@ -85,13 +85,13 @@ class HookState(abc.ABC):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where `state_dict` was taken. Raises StateError and changes nothing if it does not fit."""
         kind = type(self).__name__
-        if state.get("hook_state") != kind:
+        given = state.get("hook_state", "something else") if isinstance(state, Mapping) else type(state).__name__
+        if given != kind:
             raise StateError(
-                f"expected the state_dict of a {kind}, got one of "
-                f"{state.get('hook_state', 'something else')!r}. Load each state from its own file."
+                f"expected the state_dict of a {kind}, got one of {given!r}. Load each state from its own file."
             )
         step = state.get("iter")
-        if not isinstance(step, int) or step < 0:
+        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
             raise StateError(f"the state_dict of {kind} has 'iter' {step!r}, expected a count of steps.")
         # All of it is checked before anything is changed.
         for name in self.kinds:
@@ -115,8 +115,8 @@ def _copied(value: Any) -> Any:
 def check_number(name: str, value: float, low: float, high: float = float("inf")) -> None:
     """Refuse a setting outside [low, high]."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
-        limits = f"at least {low}" if high == float("inf") else f"between {low} and {high}"
-        raise ConfigError(f"{name} must be a number {limits}, got {value!r}.")
+        limits = f" at least {low}" if high == float("inf") else f" between {low} and {high}"
+        raise ConfigError(f"{name} must be a number{'' if low == -high else limits}, got {value!r}.")
 
 
 def _check_tensors(kind: str, name: str, tensors: object) -> None:

@@ -6,14 +6,18 @@ The average is made in 16 bits too. fp16 keeps 11 significant bits and overflows
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
 
 from ...bucket import GradBucket
 from ..allreduce import allreduce_hook
-from ..contract import Hook, check_own_bucket, hook_result
+from ..contract import Hook, check_callable, check_own_bucket, hook_result
 from ..group import GroupLike, collectives_from
+
+# By wrapper: the hook to which it hands its state on.
+inner_hooks: weakref.WeakKeyDictionary[Any, Hook] = weakref.WeakKeyDictionary()
 
 
 def fp16_compress_hook(process_group: GroupLike, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -29,18 +33,24 @@ def bf16_compress_hook(process_group: GroupLike, bucket: GradBucket) -> torch.fu
 def fp16_compress_wrapper(hook: Hook) -> Hook:
     """`hook`, given a float16 copy of the bucket; its result is cast back to the bucket's own precision."""
 
+    check_callable(hook)
+
     def fp16_compress_wrapper_hook(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         return _run_in(torch.float16, hook, state, bucket)
 
+    inner_hooks[fp16_compress_wrapper_hook] = hook
     return fp16_compress_wrapper_hook
 
 
 def bf16_compress_wrapper(hook: Hook) -> Hook:
     """`hook`, given a bfloat16 copy of the bucket; its result is cast back to the bucket's own precision."""
 
+    check_callable(hook)
+
     def bf16_compress_wrapper_hook(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         return _run_in(torch.bfloat16, hook, state, bucket)
 
+    inner_hooks[bf16_compress_wrapper_hook] = hook
     return bf16_compress_wrapper_hook
 
 

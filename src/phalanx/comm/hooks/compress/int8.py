@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ....checks import check_flags
 from ....errors import ConfigError
 from ...bucket import GradBucket
 from ..allreduce import allreduce_hook
@@ -34,6 +35,7 @@ class Int8State(HookState):
     def __init__(self, process_group: GroupLike = None, block_size: int = 256, use_error_feedback: bool = True) -> None:
         super().__init__(process_group)
         check_number("block_size", block_size, low=_SCALE_BYTES)
+        check_flags(use_error_feedback=use_error_feedback)
         # Scales follow the integers in one run of bytes, so they must start at a multiple of their size.
         if block_size % _SCALE_BYTES:
             raise ConfigError(f"block_size must be a multiple of {_SCALE_BYTES}, got {block_size}.")

@@ -8,12 +8,14 @@ however fast each of them is; docs/design/hooks.md says how.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 
+from ....checks import check_flags
 from ....errors import ConfigError, ReductionError, StateError
 from ...bucket import GradBucket
 from ..allreduce import allreduce_hook
@@ -67,6 +69,13 @@ class PowerSGDState(HookState):
         check_number("start_powerSGD_iter", start_powerSGD_iter, low=0)
         check_number("min_compression_rate", min_compression_rate, low=0)
         check_number("orthogonalization_epsilon", orthogonalization_epsilon, low=0)
+        check_number("random_seed", random_seed, low=-math.inf)
+        check_number("compression_stats_logging_frequency", compression_stats_logging_frequency, low=-math.inf)
+        check_flags(
+            use_error_feedback=use_error_feedback,
+            warm_start=warm_start,
+            batch_tensors_with_same_shape=batch_tensors_with_same_shape,
+        )
         self.matrix_approximation_rank = matrix_approximation_rank
         self.start_powerSGD_iter = start_powerSGD_iter
         self.min_compression_rate = min_compression_rate

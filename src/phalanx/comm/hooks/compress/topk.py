@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ....checks import check_flags
 from ....errors import ConfigError
 from ...bucket import GradBucket
 from ..allreduce import allreduce_hook
@@ -46,6 +47,7 @@ class TopKState(HookState):
         if not ratio:
             raise ConfigError("ratio is 0: nothing would be sent. Give the share of elements to send, above 0 and up to 1.")
         check_number("start_iter", start_iter, low=0)
+        check_flags(use_error_feedback=use_error_feedback)
         self.ratio = ratio
         self.start_iter = start_iter
         self.use_error_feedback = use_error_feedback
