@@ -67,7 +67,11 @@ def _no_leaf(path: str) -> torch.Tensor:
 
 def to_torch(source: Source, path: str) -> None:
     """A file for `torch.load`."""
-    torch.save(plain_state(source, numbered=True), path)
+    state = plain_state(source, numbered=True)
+    try:
+        torch.save(state, path)
+    except RuntimeError as error:  # of its C++ writer: a folder of that name, no folder above it, a full disk
+        raise CheckpointError(f"{path} could not be written: {error}") from error
 
 
 def to_dcp(source: Source, path: str) -> None:
@@ -75,7 +79,10 @@ def to_dcp(source: Source, path: str) -> None:
     import torch.distributed.checkpoint as dcp
 
     with _without_a_group():
-        dcp.save(plain_state(source, numbered=False), checkpoint_id=path, no_dist=True)
+        try:
+            dcp.save(plain_state(source, numbered=False), checkpoint_id=path, no_dist=True)
+        except dcp.CheckpointException as error:  # no Exception, in torch
+            raise CheckpointError(f"{path} could not be written: {_reasons(error)}") from error
 
 
 @contextlib.contextmanager
@@ -108,7 +115,10 @@ def read_dcp(path: str) -> MemorySource:
         is_tensor = isinstance(saved, TensorStorageMetadata)
         flat[key] = torch.empty(saved.size, dtype=saved.properties.dtype) if is_tensor else None  # type: ignore[union-attr]
     with _without_a_group():
-        dcp.load(flat, checkpoint_id=path, no_dist=True)
+        try:
+            dcp.load(flat, checkpoint_id=path, no_dist=True)
+        except dcp.CheckpointException as error:
+            raise StateError(f"{path} is truncated or damaged: {_reasons(error)}") from error
     paths: Mapping[str, tuple[Any, ...]] = metadata.planner_data or {}
     nested: dict[Any, Any] = {}
     for key, value in flat.items():
@@ -118,6 +128,10 @@ def read_dcp(path: str) -> MemorySource:
             place = place.setdefault(part, {})
         place[last] = value
     return source_of(path, _with_lists(nested))
+
+
+def _reasons(error: Any) -> str:
+    return "; ".join(repr(reason[0]) for reason in error.failures.values())
 
 
 def _with_lists(value: Any) -> Any:

@@ -12,10 +12,10 @@ from rich.text import Text
 from phalanx.checkpoint.storage import library
 from phalanx.checkpoint.storage.disk import disk_of
 from phalanx.checkpoint.storage.library import Entry, Keep
-from phalanx.cli.console import bytes_in_words, console, importing, quantity, say, visible
+from phalanx.cli.console import Amount, bytes_in_words, console, importing, quantity, say, visible
 from phalanx.errors import ConfigError, PhalanxError, StateError
 
-_HOURS = click.FloatRange(min=0)
+_HOURS = Amount(min=0)
 _STEP = click.option("--step", type=int, help="The step; the newest by default.")
 
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import click
 
-from phalanx.cli.console import importing
+from phalanx.cli.console import Amount, importing
 
 
 @click.command("plan", short_help="Predict buckets, memory and step time for a model and a world size.")
 @click.argument("target", metavar="MODULE:FUNCTION")
 @click.option("-w", "--world", "worlds", multiple=True, type=click.IntRange(1), help="Ranks; may be repeated.")
 @click.option("--hosts", type=click.IntRange(1), help="Hosts; by default so many that each rank has a core.")
-@click.option("--gbit", type=click.FloatRange(0.001), default=10.0, help="Network between hosts, Gbit/s.")
-@click.option("--latency-us", type=click.FloatRange(0), default=30.0, help="Network latency, microseconds.")
+@click.option("--gbit", type=Amount(0.001), default=10.0, help="Network between hosts, Gbit/s.")
+@click.option("--latency-us", type=Amount(0), default=30.0, help="Network latency, microseconds.")
 @click.option("--optimizer", default="AdamW", help="A class of torch.optim.")
-@click.option("--bucket-cap-mb", type=click.FloatRange(0), default=None, help="As DistributedDataParallel's.")
+@click.option("--bucket-cap-mb", type=Amount(0), default=None, help="As DistributedDataParallel's.")
 @click.option("--bucket-view", is_flag=True, help="gradient_as_bucket_view=True.")
 @click.option("--backend", default=None, help="For the calibration; phalanx's choice by default.")
 @click.option("--no-time", is_flag=True, help="Memory only; start no calibration.")

@@ -6,7 +6,7 @@ import time
 
 import click
 
-from phalanx.cli.console import bytes_in_words, quantity, say, visible
+from phalanx.cli.console import Amount, bytes_in_words, quantity, say, visible
 from phalanx.errors import ConfigError
 from phalanx.launch.elastic.history import tell
 from phalanx.launch.elastic.story import What
@@ -20,7 +20,7 @@ _DAY_S = 86400.0
 @click.option("--run-dir", "parent", default="runs", metavar="DIR", help="Where runs are kept.")
 @click.option("--clean", is_flag=True, help="Remove runs: all but the newest, see --keep and --older-than.")
 @click.option("--keep", type=click.IntRange(0), default=None, metavar="N", help="With --clean: keep the N newest (10).")
-@click.option("--older-than", type=click.FloatRange(0), metavar="DAYS", help="With --clean: remove those older than this.")
+@click.option("--older-than", type=Amount(0), metavar="DAYS", help="With --clean: remove those older than this.")
 @click.option("-y", "--yes", is_flag=True, help="Do not ask.")
 def command(parent: str, clean: bool, keep: int | None, older_than: float | None, yes: bool) -> int:
     """List the runs under DIR, the newest first: when, what, how it ended, on how many workers, how large.

@@ -124,7 +124,8 @@ class StepPrediction:
 
 def fewest_hosts(world: int, cores: int) -> int:
     """Over how many hosts like this one `world` ranks are spread evenly with a core each."""
-    return next(hosts for hosts in range(1, world + 1) if world % hosts == 0 and world // hosts <= cores)
+    # By the ranks of a host, which are few however large the world is.
+    return world // next(ranks for ranks in range(min(world, cores), 0, -1) if world % ranks == 0)
 
 
 def transfer_s(transfers: Sequence[tuple[int, float]], num_bytes: int) -> float:

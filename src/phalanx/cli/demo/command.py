@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import click
 
-from phalanx.cli.console import importing
+from phalanx.cli.console import Amount, importing
 from phalanx.cli.demo.settings import Settings
 
 
 @click.command("demo", short_help="Train a small GPT on this machine and show what happens.")
 @click.option("-n", "--nproc", type=click.IntRange(1), default=2, help="Workers.")
 @click.option("--steps", type=click.IntRange(1), default=Settings.num_steps, help="At most this many.")
-@click.option("--seconds", type=click.FloatRange(1), default=Settings.seconds, help="About this long at most.")
+@click.option("--seconds", type=Amount(1), default=Settings.seconds, help="About this long at most.")
 @click.option("--sample", type=click.IntRange(1), default=Settings.sample_length, help="Characters to write.")
 @click.option("--run-dir", default="runs", metavar="DIR", help="Where the run is kept.")
 def command(nproc: int, steps: int, seconds: float, sample: int, run_dir: str) -> int:
