@@ -219,6 +219,49 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
         f"max_norm: {what}": (optimizer(lambda zero, value=value: zero.clip_grad_norm_(value)), "max_norm")
         for what, value in {**NO_NUMBERS, "nan": NAN, "negative": -1.0}.items()
     },
+    "stage: true": (zero(stage=True), "stage must be 1"),
+    "step_in_backward: text": (zero(overlap_with_ddp=True, step_in_backward="no"), "step_in_backward must be True or False"),
+    "overlap: text": (zero(overlap_with_ddp="no"), "overlap_with_ddp must be True or False"),
+    "views: text": (zero(parameters_as_bucket_view="no"), "parameters_as_bucket_view must be True or False"),
+    "shared: 3": (zero(shared_parameters=3), "shared_parameters must be True or False"),
+    "params: an empty group": (zero([{"params": []}]), "its groups are empty"),
+    "params: a group of 3": (zero([{"params": 3}]), "are a list of tensors"),
+    "params: a group of text": (zero([{"params": "weights"}]), "are a list of tensors"),
+    "params: not a leaf": (zero(lambda: [nn.Parameter(torch.ones(1)) * 2]), "can't optimize a non-leaf Tensor"),
+    "options: lr below 0": (zero(lr=-1), "Adam: Invalid learning rate: -1"),
+    "options: lr nan": (zero(lr=NAN), "Adam: Invalid learning rate: nan"),
+    "options: lr as text": (zero(lr="x"), "Adam: "),
+    "options: unknown": (zero(foo=1), "Adam: "),
+    "options: betas": (zero(betas=3), "Adam: "),
+    "class: torch's own base": (zero(optimizer_class=torch.optim.Optimizer), "Optimizer: "),
+    "class: itself": (zero(optimizer_class=phalanx.ZeroRedundancyOptimizer), "ZeroRedundancyOptimizer: "),
+    "max_norm: a vector": (optimizer(lambda zero: zero.clip_grad_norm_(torch.ones(2))), "max_norm"),
+    "load: groups as text": (
+        optimizer(lambda zero: zero.load_state_dict({"state": {}, "param_groups": "x"})),
+        "list of dicts",
+    ),
+    "load: groups of numbers": (
+        optimizer(lambda zero: zero.load_state_dict({"state": {}, "param_groups": [3]})),
+        "list of dicts",
+    ),
+    **{
+        f"load from {a!r}": (optimizer(lambda zero, a=a: zero.load_sharded_state_dict(a)), "checkpoint is a folder")
+        for a in (3, None)
+    },
+    "load from a folder, key 3": (optimizer(lambda zero: zero.load_sharded_state_dict("x", 3)), "prefix is the key"),
+    **{
+        f"add a group: {what}": (optimizer(lambda zero, group=group: zero.add_param_group(group)), words)
+        for what, group, words in (
+            ("nothing in it", {}, "must have a 'params' key"),
+            ("of 3", {"params": 3}, "are a list of tensors"),
+            ("of a set", {"params": {nn.Parameter(torch.ones(1))}}, "ordered collections"),
+            ("of no leaf", {"params": [nn.Parameter(torch.ones(1)) * 2]}, "can't optimize a non-leaf Tensor"),
+        )
+    },
+    "add a group: twice": (
+        optimizer(lambda zero: zero.add_param_group({"params": zero.param_groups[0]["params"]})),
+        "parameter 0 of group 1 is parameter 0 of group 0 again",
+    ),
     "norm_type: nan": (optimizer(lambda zero: zero.clip_grad_norm_(1.0, NAN)), "norm_type"),
     "closure: none for LBFGS": (unclosed, "needs a closure"),
     "consolidate: text": (optimizer(lambda zero: zero.consolidate_state_dict("x")), "to must be a rank"),

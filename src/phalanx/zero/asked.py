@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..checks import check_flags
 from ..errors import ConfigError
 from .partition.element import Placement
 from .partition.kinds import PartitionChoice
@@ -22,8 +23,17 @@ class Asked:
     step_in_backward: bool | None
     shares: bool
 
+    @classmethod
+    def of(
+        cls, stage: int, partition: str, views: bool, overlaps: bool, step_in_backward: bool | None, shares: bool
+    ) -> Asked:
+        """As the constructor is given them. Raises ArgumentTypeError for what is neither yes nor no."""
+        check_flags(parameters_as_bucket_view=views, overlap_with_ddp=overlaps, shared_parameters=shares)
+        return cls(stage, partition, bool(views), bool(overlaps), step_in_backward, bool(shares))
+
     def __post_init__(self) -> None:
-        if self.stage not in (1, 2):
+        check_flags(step_in_backward=self.step_in_backward)
+        if isinstance(self.stage, bool) or self.stage not in (1, 2):
             raise ConfigError(f"stage must be 1 (state divided) or 2 (gradients too), got {self.stage!r}.")
         if self.step_in_backward is not None and not self.overlaps:
             raise ConfigError("step_in_backward has a meaning only with overlap_with_ddp=True. Leave it out.")

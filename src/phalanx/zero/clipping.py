@@ -18,7 +18,8 @@ from ..errors import ArgumentTypeError, ConfigError, MismatchError, ReductionErr
 def check_limits(max_norm: object, norm_type: object) -> None:
     """Refuse limits by which no gradient can be clipped."""
     for name, value in (("max_norm", max_norm), ("norm_type", norm_type)):
-        if isinstance(value, bool) or not isinstance(value, (int, float, torch.Tensor)):
+        is_vector = isinstance(value, torch.Tensor) and value.numel() != 1
+        if is_vector or isinstance(value, bool) or not isinstance(value, (int, float, torch.Tensor)):
             raise ArgumentTypeError(f"{name} of clip_grad_norm_ is a number, got {value!r}.")
         if not float(value) >= 0:
             raise ConfigError(

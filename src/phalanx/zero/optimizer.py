@@ -20,7 +20,7 @@ from ..comm.torch_backend import collectives_for
 from ..ddp.arguments import choose_group
 from ..ddp.module import DistributedDataParallel
 from ..ddp.passes.order import recover
-from ..errors import ArgumentTypeError, ConfigError, PhalanxError, ReductionError, StateError
+from ..errors import ConfigError, PhalanxError, ReductionError, StateError
 from . import step_hooks
 from .asked import Asked
 from .clipping import check_limits, clip_gradients, clip_shards
@@ -30,7 +30,7 @@ from .other_steps import refuse_other_steps
 from .overlap.overlap import Overlap
 from .partition.element import Placement
 from .partition.kinds import check_class, choose_partition
-from .partition.param_table import check_params
+from .partition.param_table import check_group, check_params, in_our_words
 from .partition.partition import evaluate
 from .partition.update import TORN
 from .settings import CommonSettings
@@ -80,16 +80,16 @@ class ZeroRedundancyOptimizer(ShowsState, torch.optim.Optimizer, Joinable):
         # Whatever may be refused is refused before the first collective: a rank that raises alone leaves the others waiting.
         listed = check_params(params)
         check_class(optimizer_class)
-        views, overlaps, shares = bool(parameters_as_bucket_view), bool(overlap_with_ddp), bool(shared_parameters)
-        self._asked = Asked(stage, partition, views, overlaps, step_in_backward, shares)
+        self._asked = Asked.of(
+            stage, partition, parameters_as_bucket_view, overlap_with_ddp, step_in_backward, shared_parameters
+        )
         # Torch's constructor calls add_param_group, which must not reach for what is only made below.
         self.initialized = False
-        torch.optim.Optimizer.__init__(self, listed, defaults)
+        with in_our_words("ZeroRedundancyOptimizer"):
+            torch.optim.Optimizer.__init__(self, listed, defaults)
         Joinable.__init__(self)
-        self.stage = stage
-        self.parameters_as_bucket_view = views
-        self.optimizer_class = optimizer_class
-        self._given_defaults = defaults
+        self.stage, self.parameters_as_bucket_view = stage, self._asked.as_views
+        self.optimizer_class, self._given_defaults = optimizer_class, defaults
         self._overlap: Overlap | None = None
         self._divide(process_group)
 
@@ -120,8 +120,7 @@ class ZeroRedundancyOptimizer(ShowsState, torch.optim.Optimizer, Joinable):
         self.initialized = True
         # Last: joining a wrapper that exists already calls back into this object.
         if asked.overlaps:
-            has_hooks = partial(step_hooks.are_there, self)
-            steps = asked.steps_in_backward
+            has_hooks, steps = partial(step_hooks.are_there, self), asked.steps_in_backward
             self._overlap = Overlap(self._sharded, self.stage, steps, has_hooks, self._begin_update, self._end_update)
 
     def renew(self, process_group: dist.ProcessGroup | None = None) -> None:
@@ -285,11 +284,11 @@ class ZeroRedundancyOptimizer(ShowsState, torch.optim.Optimizer, Joinable):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, at any time; every rank calls it. State that exists is partitioned anew with the rest."""
-        if not isinstance(param_group, dict):
-            raise ArgumentTypeError(f"a parameter group is a dict with 'params' and options, got {param_group!r:.80}.")
+        check_group(param_group, self.param_groups)
         if self.initialized:
             recover(self._sharded.collectives.group)  # by the groups of the pass that failed, if one did
-        super().add_param_group(param_group)
+        with in_our_words("add_param_group"):
+            super().add_param_group(param_group)
         if self.initialized:
             try:
                 self._settings.agree_on_all({})

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch.optim import optimizer as torch_optimizer
 
+from .param_table import in_our_words
 from .shard import Shard
 from .update import Update
 
@@ -48,7 +49,8 @@ class LocalOptimizer:
     ) -> None:
         local = [{**_options(group), "params": list(params)} for group, params in zip(groups, params_by_group, strict=True)]
         # Groups, never a bare list: an optimizer takes an empty group, but refuses an empty list.
-        self.optim = optimizer_class(local, **defaults)
+        with in_our_words(optimizer_class.__name__):
+            self.optim = optimizer_class(local, **defaults)
         # The list itself: `step_some` shows the optimizer another one for the time of a step.
         self.groups = self.optim.param_groups
         self._params = [list(params) for params in params_by_group]

@@ -5,14 +5,15 @@ Must not know which rank owns what.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
 import torch
 
-from ...errors import ArgumentTypeError, ConfigError
+from ...errors import ArgumentTypeError, ConfigError, PhalanxError
 from ...plan import ParamSpec, specs_of
 
 
@@ -48,12 +49,48 @@ def check_params(params: Any) -> list[Any]:
             )
     # Read once: a group may hold a generator.
     listed = [{**item, "params": _read(item["params"])} if isinstance(item, Mapping) else item for item in listed]
+    if all(isinstance(item, Mapping) and not len(item["params"]) for item in listed):
+        raise ConfigError("ZeroRedundancyOptimizer got no parameter: its groups are empty. Give model.parameters().")
     _refuse_duplicates(listed)
     return listed
 
 
 def _read(params: Any) -> Any:
-    return list(params) if isinstance(params, Iterator) else params
+    if isinstance(params, torch.Tensor):
+        return [params]
+    if isinstance(params, str) or not isinstance(params, Iterable):
+        raise ArgumentTypeError(
+            f"the 'params' of a parameter group are a list of tensors, got {params!r:.80}. Give model.parameters()."
+        )
+    if isinstance(params, Set):
+        raise ArgumentTypeError(
+            "optimizer parameters need to be organized in ordered collections, but the ordering of tensors in sets will "
+            "change between runs, and ranks. Please use a list instead."
+        )
+    return params if isinstance(params, Sequence) else list(params)
+
+
+def check_group(group: Any, others: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse what is no group, or has a parameter of `others`. Reads a generator, whose parameters are in it after that."""
+    if not isinstance(group, dict):
+        raise ArgumentTypeError(f"a parameter group is a dict with 'params' and options, got {group!r:.80}.")
+    if "params" not in group:
+        raise ConfigError(f"a parameter group must have a 'params' key with its parameters, got the keys {sorted(group)}.")
+    group["params"] = _read(group["params"])
+    _refuse_duplicates([*others, group])
+
+
+@contextmanager
+def in_our_words(who: str) -> Iterator[None]:
+    """What torch refuses within is an error of ours, of the same kind, that begins with who refuses."""
+    try:
+        yield
+    except PhalanxError:
+        raise
+    except TypeError as error:
+        raise ArgumentTypeError(f"{who}: {error}") from error
+    except ValueError as error:
+        raise ConfigError(f"{who}: {error}") from error
 
 
 def _refuse_duplicates(listed: list[Any]) -> None:

@@ -11,6 +11,7 @@ another number of ranks, another partition or a new optimizer without state.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Any
@@ -147,6 +148,8 @@ class CheckpointLoad:
 
     def __init__(self, sharded: ShardedOptimizer, checkpoint: Any, prefix: str) -> None:
         self._sharded = sharded
+        if not isinstance(prefix, str):
+            raise ArgumentTypeError(f"prefix is the key under which the state was saved, with dots, got {prefix!r:.80}.")
         self._prefix = prefix.split(".") if prefix else []
         self._reader = _reader(checkpoint)
         self._where = f"the checkpoint {checkpoint}" if not isinstance(checkpoint, dcp.StorageReader) else "the checkpoint"
@@ -247,4 +250,6 @@ def _reader(checkpoint: Any) -> dcp.StorageReader:
             "load_sharded_state_dict() reads the checkpoint itself, not a dict: give the folder that "
             "torch.distributed.checkpoint.save() wrote, or a StorageReader."
         )
+    if not isinstance(checkpoint, (str, os.PathLike)):
+        raise ArgumentTypeError(f"checkpoint is a folder or a StorageReader, got {checkpoint!r:.80}.")
     return dcp.FileSystemReader(checkpoint)

@@ -30,6 +30,8 @@ def check_structure(state_dict: Any, groups: Sequence[Mapping[str, Any]]) -> Non
             "Give what state_dict() of an optimizer returned."
         )
     saved = state_dict["param_groups"]
+    if not isinstance(saved, Sequence) or not all(isinstance(group, Mapping) for group in saved):
+        raise StateError(f"'param_groups' of an optimizer's state is a list of dicts, got {saved!r:.80}.")
     if len(saved) != len(groups):
         raise StateError(
             f"the state has {len(saved)} parameter groups, the optimizer {len(groups)}. Make the optimizer with the "
