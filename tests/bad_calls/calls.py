@@ -7,11 +7,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import phalanx
 from phalanx.checkpoint.capture import checked_metrics
+from phalanx.checkpoint.storage.library import Keep
 from phalanx.comm import hooks
+from phalanx.data.values import Exchange, FirstOnly
 from phalanx.observe import trace
 from phalanx.zero import elementwise
 
@@ -89,6 +93,33 @@ def init(**options: Any) -> Callable[[], Any]:
 
 def saver(use: Callable[[Any], Any] = lambda one: None, **options: Any) -> Callable[[], Any]:
     return lambda: use(phalanx.Checkpointer("/no/such/folder", **options))
+
+
+def closed(use: Callable[[Any], Any]) -> Callable[[], Any]:
+    def call() -> Any:
+        saver = phalanx.Checkpointer("/no/such/folder")
+        saver.close()
+        return use(saver)
+
+    return call
+
+
+def exchange() -> Exchange:
+    """What a worker puts values together by. Not of a worker: one that has joined is returned by every `init` to come."""
+    return Exchange(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
+
+
+def values(use: Callable[[Any], Any]) -> Callable[[], Any]:
+    return lambda: use(exchange())
+
+
+def loader(use: Callable[[Any], Any] = lambda one: None, **options: Any) -> Callable[[], Any]:
+    def call() -> Any:
+        given = DataLoader(TensorDataset(torch.ones(8, 4)), batch_size=2)
+        model = phalanx.DistributedDataParallel(_net())
+        return use(phalanx.data.Loader(given, exchange(), torch.device("cpu"), model, **options))
+
+    return call
 
 
 def in_backward(optimizer_class: Any = torch.optim.SGD, params: Any = None, **options: Any) -> Callable[[], Any]:
@@ -296,6 +327,72 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     "in backward: params": (in_backward(params=3), "params must be an iterable"),
     "in backward: norm as text": (in_backward(max_norm="x"), "max_norm must be a number"),
     "in backward: norm nan": (in_backward(max_norm=NAN), "max_norm must be positive"),
+    "in backward: norm as a list": (in_backward(max_norm=[1]), "max_norm must be a number"),
+    "in backward: norm complex": (in_backward(max_norm=1j), "max_norm must be a number"),
+    "in backward: norm a vector": (in_backward(max_norm=torch.ones(2)), "max_norm must be a number"),
+    "in backward: groups": (in_backward(params=[{"params": []}]), "takes parameters that require a gradient, got dict"),
+    "save: closed": (closed(lambda one: one.save(1)), "this Checkpointer is closed"),
+    "restore: skip nothing": (saver(lambda one: one.restore(skip=None)), "skip must be a name or a list of names"),
+    "metrics: too large": (lambda: checked_metrics({"a": 10**400}), "metrics must be numbers"),
+    **{
+        f"keep: {name} {value!r}": (lambda o={name: value}: Keep(**o), f"{name} must be")
+        for name, value in (
+            ("last", "x"),
+            ("last", NAN),
+            ("last", True),
+            ("every", "x"),
+            ("every", NAN),
+            ("every", True),
+            ("num_best", 1.5),
+            ("best", 3),
+            ("best", True),
+        )
+    },
+    "loader: count is a number": (loader(count=3), "count is a function of a batch"),
+    "loader: split as text": (loader(split_batches="no"), "split_batches must be True or False"),
+    "loader: sharded 3": (loader(sharded=3), "sharded must be True or False"),
+    **{
+        f"loader: counts {said!r}": (loader(list, count=lambda batch, said=said: said), "must return one number")
+        for said in (None, "x", "3", 1j)
+    },
+    "loader: counts a vector": (loader(list, count=lambda batch: torch.ones(2)), "count(batch) must return one number"),
+    **{
+        f"loader: epoch {value!r}": (loader(lambda one, value=value: one.set_epoch(value)), "epoch must be the number")
+        for value in (-1, 1.5, "x", None, NAN, True)
+    },
+    **{
+        f"loader: state {value!r}": (loader(lambda one, value=value: one.load_state_dict(value)), "no state of a loader")
+        for value in (3, None)
+    },
+    **{
+        f"loader: state with {name} {value!r}": (
+            loader(lambda one, o={name: value}: one.load_state_dict({**one.state_dict(), **o})),
+            "the state of a loader is damaged",
+        )
+        for name, value in (
+            ("epoch", "x"),
+            ("epoch", -1),
+            ("epoch", None),
+            ("position", "x"),
+            ("position", -1),
+            ("position", 1.5),
+            ("position", NAN),
+            ("world", "x"),
+            ("seeds", 3),
+            ("seeds", []),
+            ("seeds", ["x"]),
+        )
+    },
+    "mean: sparse": (values(lambda one: one.mean(torch.ones(2).to_sparse())), "takes ordinary tensors"),
+    "mean: without values": (values(lambda one: one.mean(torch.ones(2, device="meta"))), "takes ordinary tensors"),
+    "mean: too large": (values(lambda one: one.mean(10**400)), "numbers of at most 64 bits"),
+    "mean: a weight too large": (values(lambda one: one.mean(1.0, 10**400)), "a weight in a mean is one number"),
+    "gather: sparse": (values(lambda one: one.gather(torch.ones(2).to_sparse())), "takes ordinary tensors"),
+    "gather: without values": (values(lambda one: one.gather(torch.ones(2, device="meta"))), "takes ordinary tensors"),
+    "first only: a number": (lambda: FirstOnly(exchange())(3), "first_only() decorates a function"),  # type: ignore[arg-type]
+    "elastic: extra": (lambda: phalanx.elastic.run(extra=3), "extra must be a dict"),  # type: ignore[arg-type]
+    "elastic: extra by numbers": (lambda: phalanx.elastic.run(extra={3: 1}), "extra must be a dict"),  # type: ignore[dict-item]
+    "elastic: no function": (lambda: phalanx.elastic.run()(3), "decorates a function that trains"),  # type: ignore[arg-type]
     "trace: folder": (lambda: trace.start(3, 0), "a trace needs a folder"),  # type: ignore[arg-type]
     "trace: a file": (lambda: trace.start(__file__, 0), "is a file"),
     "trace: rank": (lambda: trace.start(".", "x"), "a rank of 0 or more"),  # type: ignore[arg-type]

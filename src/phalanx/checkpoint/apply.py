@@ -350,5 +350,5 @@ def check_choice(step: Any, parts: Any, skip: Any) -> None:
         raise ArgumentTypeError(f"step must be the number of a step, or None for the newest, got {step!r:.80}.")
     for name, given in (("parts", parts), ("skip", skip)):
         is_list = isinstance(given, Collection) and all(isinstance(one, str) for one in given)
-        if given is not None and not is_list:
+        if not is_list and (given is not None or name == "skip"):
             raise ArgumentTypeError(f"{name} must be a name or a list of names, got {given!r:.80}.")

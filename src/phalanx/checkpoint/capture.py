@@ -354,6 +354,6 @@ def checked_metrics(metrics: Any) -> dict[str, float]:
             raise ArgumentTypeError(f"metrics must be a dict of numbers by name, but has the key {name!r:.80}.")
         try:
             found[name] = float(value)
-        except (TypeError, ValueError, RuntimeError) as error:
+        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
             raise ConfigError(f"metrics must be numbers, but '{name}' is {value!r}.") from error
     return found

@@ -124,6 +124,8 @@ class Checkpointer:
         begun = time.perf_counter()
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
             raise ConfigError(f"step must be a number of steps, 0 or more, got {step!r}.")
+        if not self._finalizer.alive:
+            raise StateError(f"{self._me}: this Checkpointer is closed, and saves nothing more. Make another one.")
         self._follow_group()
         self._finish()
         found, layout, texts, said = self._agree_on(step, metrics)

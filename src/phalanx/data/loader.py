@@ -11,12 +11,14 @@ import enum
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from numbers import Integral
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from ..checks import check_flags
 from ..comm.failure.folding import users_stacklevel
 from ..ddp import DistributedDataParallel
 from ..ddp.structure import map_tensors
@@ -69,6 +71,9 @@ class Loader:
             raise ArgumentTypeError(f"loader takes a torch.utils.data.DataLoader, got {type(given).__name__}. {remedy}.")
         if uneven is not None and uneven not in _ENDINGS:
             raise ConfigError(f"uneven should be one of {', '.join(_ENDINGS)}, got {uneven!r}")
+        check_flags(split_batches=split_batches, sharded=sharded)
+        if count is not None and not callable(count):
+            raise ArgumentTypeError(f"count is a function of a batch, which says how much it counts, got {count!r:.80}.")
         self._model = _wrapper(model)
         if self._model is None and (count is not None or uneven == "weight"):
             raise ConfigError(
@@ -188,6 +193,8 @@ class Loader:
 
     def set_epoch(self, epoch: int) -> None:
         """Go on with the beginning of `epoch`; for programs that count epochs themselves. Not needed otherwise."""
+        if not _is_count(epoch):
+            raise ConfigError(f"epoch must be the number of an epoch, 0 or more, got {epoch!r:.80}.")
         self._go_to(epoch)
         in_loop = self._loop in (_Loop.RUNNING, _Loop.MOVED)
         self._loop = _Loop.MOVED if in_loop else _Loop.NONE
@@ -241,9 +248,16 @@ class Loader:
 
     def check_state_dict(self, state: Mapping[str, Any]) -> None:
         """Raise StateError if the place of `state` cannot be found here. Changes nothing."""
+        if not isinstance(state, Mapping):
+            raise StateError(f"this is no state of a loader: expected what state_dict() returned, got {state!r:.80}.")
         missing = {"version", "unit", "epoch", "position", "seed", "order", "world"} - set(state)
         if missing or state["version"] != _VERSION:
             raise StateError(f"this is no state of a loader of version {_VERSION}: it lacks {sorted(missing) or 'nothing'}")
+        numbers = {name: state[name] for name in ("epoch", "position", "world")}
+        seeds = state.get("seeds", [state["seed"]])
+        has_seeds = isinstance(seeds, (list, tuple)) and bool(seeds) and all(map(_is_int, seeds))
+        if not has_seeds or not all(map(_is_count, numbers.values())):
+            raise StateError(f"the state of a loader is damaged: it has {numbers} and the seeds {seeds!r:.80}.")
         if state["unit"] != self._source.unit:
             raise StateError(
                 f"the state counts {state['unit']}, this loader counts {self._source.unit}. Use the same kind of dataset "
@@ -280,7 +294,7 @@ class Loader:
             self.count = 0.0
         else:
             # Before the batch is on its device: reading a number there would wait for it.
-            self.count = float(batch.num_samples if self._count_of is None else self._count_of(batch.value))
+            self.count = float(batch.num_samples) if self._count_of is None else _number(self._count_of(batch.value))
         if self._model is None:
             self._warn_of(batch)
             return contextlib.nullcontext()
@@ -332,6 +346,24 @@ class Loader:
                         f"{found[0][name]}. Give every rank the same dataset and settings, or, if each has data of its own, "
                         "pass sharded=True."
                     )
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _is_count(value: object) -> bool:
+    return _is_int(value) and value >= 0  # type: ignore[operator]  # a number
+
+
+def _number(counted: Any) -> float:
+    """What `count` has returned. A text of digits would do for `float`, and is a mistake all the same."""
+    try:
+        if not isinstance(counted, str):
+            return float(counted)
+    except (TypeError, ValueError, RuntimeError):
+        pass  # said below
+    raise ArgumentTypeError(f"count(batch) must return one number, got {counted!r:.80}.")
 
 
 def _being_handled() -> int | None:

@@ -7,6 +7,7 @@ same order. A world of one communicates nothing.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -65,14 +66,14 @@ class Exchange:
         whose values differ in form raise MismatchError, or get NaN where looking would make the host wait for a device.
         """
         leaves: list[Tensor] = []
-        _map_numbers(value, lambda leaf: leaves.append(torch.as_tensor(leaf).detach()))
+        _map_numbers(value, lambda leaf: leaves.append(_dense(leaf, "a mean").detach()))
         if any(leaf.is_complex() for leaf in leaves):
             raise ArgumentTypeError(
                 f"rank {self.rank}: a mean is made of real numbers, got complex ones. Pass torch.view_as_real(value)."
             )
         try:
             share = torch.as_tensor(weight, dtype=torch.float64).detach().reshape(1)
-        except (TypeError, ValueError, RuntimeError) as error:
+        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
             raise ArgumentTypeError(f"rank {self.rank}: a weight in a mean is one number, got {weight!r:.80}") from error
         if share.device.type == "cpu" and not 0 <= float(share) < math.inf:
             raise ConfigError(f"rank {self.rank}: a weight in a mean must be finite and 0 or more, got {weight}")
@@ -173,6 +174,7 @@ class Exchange:
                 dist.all_reduce(tensor)
 
     def _gather_tensor(self, tensor: Tensor) -> Tensor:
+        _dense(tensor, "gather")
         mine = tensor.detach().reshape(1) if tensor.dim() == 0 else tensor.detach()
         kinds = self._all_of("tensor", (str(mine.dtype), tuple(mine.shape)), same=False)
         for rank, (dtype, shape) in enumerate(kinds):
@@ -223,18 +225,36 @@ class FirstOnly:
 
     def __call__(self, function: Callable[P, T]) -> Callable[P, T | None]:
         """As a decorator: the function runs on rank 0 only and returns None elsewhere; all return together."""
+        if not callable(function):
+            raise ArgumentTypeError(f"first_only() decorates a function, got {function!r:.80}.")
         exchange = self._exchange
 
+        # A functools.partial has no name, and an object that is called may have none.
+        @functools.wraps(function)
         def on_first(*args: P.args, **kwargs: P.kwargs) -> T | None:
             with FirstOnly(exchange) as mine:
                 return function(*args, **kwargs) if mine else None
 
-        on_first.__name__, on_first.__doc__ = function.__name__, function.__doc__
         return on_first
 
 
 def _wide(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64  # which has no double precision
+
+
+def _dense(leaf: Any, what: str) -> Tensor:
+    """A number or a tensor as a tensor whose elements lie in memory one by one."""
+    try:
+        tensor = torch.as_tensor(leaf)
+    except (ValueError, OverflowError, RuntimeError) as error:
+        raise ArgumentTypeError(f"{what} takes numbers of at most 64 bits, got {leaf!r:.80}.") from error
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
+        kind = "quantized" if tensor.is_quantized else "without values" if tensor.is_meta else str(tensor.layout)
+        raise ArgumentTypeError(
+            f"{what} takes ordinary tensors, got one of shape {tuple(tensor.shape)} that is {kind.removeprefix('torch.')}. "
+            "Pass to_dense() or dequantize() of it."
+        )
+    return tensor
 
 
 def _map_numbers(value: Any, change: Callable[[Any], Any]) -> Any:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed import rpc
 
-from ..checkpoint.capture import Subject
+from ..checkpoint.capture import Subject, check_parts
 from ..checkpoint.optimizers import members
 from ..checkpoint.randomness import generator_state
 from ..comm.failure.interruption import awaited
@@ -19,6 +19,9 @@ from ..ddp.wrappers import known_wrappers
 from ..errors import ArgumentTypeError, ConfigError
 from ..launch.elastic.member import Member
 from ..zero.optimizer import ZeroRedundancyOptimizer
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 def stateful_of(subject: Subject) -> Any:
@@ -36,15 +39,23 @@ def wrappers_of(subject: Subject) -> list[DistributedDataParallel]:
     return [one for one in inside if isinstance(one, DistributedDataParallel)]
 
 
-def refuse_arguments(model: object, on_event: object) -> None:
+def refuse_arguments(model: object, extra: object, on_event: object) -> None:
     """Raise ArgumentTypeError for what `elastic.run` cannot decorate with; at once, not when the function is called."""
     if model is not None and not isinstance(model, torch.nn.Module):
         raise ArgumentTypeError(
             f"elastic.run is given the model first, a torch.nn.Module or None, got {model!r:.80}. Decorate with a call: "
             "@elastic.run(model, optimizer), or @elastic.run()."
         )
+    check_parts(extra, None, None)
     if on_event is not None and not callable(on_event):
         raise ArgumentTypeError(f"on_event must be a function of an event, got {on_event!r:.80}.")
+
+
+def checked_function(function: Callable[P, T]) -> Callable[P, T]:
+    """What `elastic.run` decorates. Raises ArgumentTypeError if it cannot be called; now, and not when others wait."""
+    if not callable(function):
+        raise ArgumentTypeError(f"elastic.run decorates a function that trains, got {function!r:.80}.")
+    return function
 
 
 class CaughtLoss:

@@ -57,10 +57,10 @@ def run(
     rank that goes on, when all can. What it raises ends the training, as what the function raises does.
     Under any other launcher the function is just called.
     """
-    refusal.refuse_arguments(model, on_event)
+    refusal.refuse_arguments(model, extra, on_event)
 
     def decorate(function: Callable[Concatenate[Training, P], T]) -> Callable[P, T]:
-        @functools.wraps(function)
+        @functools.wraps(refusal.checked_function(function))
         def trained(*args: P.args, **kwargs: P.kwargs) -> T:
             training = Training(model, optimizer, scheduler, loader, extra, on_event)
             return training.run(lambda training: function(training, *args, **kwargs))

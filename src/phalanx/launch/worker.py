@@ -216,9 +216,9 @@ def init(
     Fails with ConfigError, before anything was joined, on an environment or an argument that cannot be honoured.
     """
     global _worker
+    _check_arguments(backend, threads, timeout_s)
     if _worker is not None and dist.is_initialized() and _worker.is_of(dist.group.WORLD):
         return _same_again(_worker, backend, device)
-    _check_arguments(backend, threads, timeout_s)
     member = _member()
     if member is not None:
         return _init_member(member, backend, device, threads, timeout_s)
@@ -372,7 +372,7 @@ def _same_again(worker: Worker, backend: str | None, device: str | torch.device 
             f"rank {worker.rank}: init was called before with backend {worker.backend!r}, now with "
             f"{backend!r}. Leave the first world with phalanx.launch.worker.leave(), or name one backend."
         )
-    if device is not None and torch.device(device).type != worker.device.type:
+    if device is not None and _named_device(worker.rank, device).type != worker.device.type:
         raise ConfigError(
             f"rank {worker.rank}: init was called before with device '{worker.device}', now with '{device}'"
         )
@@ -392,13 +392,17 @@ def _check_arguments(backend: object, threads: object, timeout_s: object) -> Non
         raise ConfigError(f"timeout_s must be above 0 and below {_LONGEST_S:g} seconds, got {timeout_s!r}.")
 
 
+def _named_device(rank: int, device: str | torch.device) -> torch.device:
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ConfigError(f"rank {rank}: no device {device!r}: {error}") from None
+
+
 def _choose_device(environment: Environment, device: str | torch.device | None) -> torch.device:
     if device is None:
         device = training_accelerator() or "cpu"
-    try:
-        place = torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise ConfigError(f"rank {environment.rank}: no device {device!r}: {error}") from None
+    place = _named_device(environment.rank, device)
     accelerator = torch.accelerator.current_accelerator()
     if place.type != "cuda" and (accelerator is None or place.type != accelerator.type):
         return place

@@ -11,6 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from numbers import Real
 from typing import Any
 
 import torch
@@ -189,7 +190,7 @@ def apply_in_backward(
     if not isinstance(params, Iterable):
         raise ArgumentTypeError(f"params must be an iterable of parameters, got {params!r}. Give model.parameters().")
     # Each once: a second hook would outlive `hand_over`, and step by gradients that no wrapper has reduced.
-    listed: list[Any] = [params] if isinstance(params, torch.Tensor) else list(dict.fromkeys(params))
+    listed: list[Any] = [params] if isinstance(params, torch.Tensor) else list({id(one): one for one in params}.values())
     if not listed:
         raise ConfigError("apply_in_backward got no parameters. Give model.parameters().")
     for param in listed:
@@ -203,8 +204,10 @@ def apply_in_backward(
                 f"apply_in_backward got a parameter of shape {tuple(param.shape)} that another call of it steps already: "
                 "that one frees its gradient, and nothing would be left to step by. Change the first one's `param_groups`."
             )
-    if isinstance(max_norm, (bool, str)):
-        raise ArgumentTypeError(f"max_norm must be a number, got {max_norm!r}. Leave it out for no clipping.")
+    given: Any = max_norm
+    is_number = isinstance(given, Real) or (isinstance(given, torch.Tensor) and given.numel() == 1)
+    if given is not None and (isinstance(given, bool) or not is_number):
+        raise ArgumentTypeError(f"max_norm must be a number, got {given!r}. Leave it out for no clipping.")
     if max_norm is not None and not max_norm > 0:
         raise ConfigError(f"max_norm must be positive, got {max_norm}. Leave it out for no clipping.")
     _num_applied += 1

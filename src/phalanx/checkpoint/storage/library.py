@@ -11,9 +11,10 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any
 
-from ...errors import ConfigError, StateError
+from ...errors import ArgumentTypeError, ConfigError, StateError
 from .disk import Disk
 from .manifest import COMMITTED, Commit, Manifest, SaveName, data_file, digest, has_content, manifest_file, said
 
@@ -239,6 +240,12 @@ class Keep:
     abandoned_after_s: float = field(default=ABANDONED_AFTER_S)
 
     def __post_init__(self) -> None:
+        for name in ("last", "every", "num_best"):
+            given = getattr(self, name)
+            if isinstance(given, bool) or not (isinstance(given, Integral) or (name == "every" and given is None)):
+                raise ArgumentTypeError(f"{name} must be a whole number of checkpoints or steps, got {given!r:.80}.")
+        if self.best is not None and not isinstance(self.best, str):
+            raise ArgumentTypeError(f"best must be the name of a metric, got {self.best!r:.80}.")
         # Never none at all: a policy is no way to delete everything.
         if self.last < 1 or (self.every is not None and self.every < 1) or self.num_best < 1:
             raise ConfigError(f"a policy keeps something: last, every and num_best must be 1 or more, got {self}.")
