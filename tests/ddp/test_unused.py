@@ -138,6 +138,37 @@ def test_skipping_unused_parameters_sends_less_and_refuses_a_change() -> None:
         assert after <= before / 2
 
 
+class InParts(nn.Module):
+    """The first part is used by nobody, the others by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused, self.a, self.b = (nn.Linear(3, 3, bias=False) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, parts: str) -> torch.Tensor:
+        return sum(getattr(self, part)(x.to(self.a.weight.dtype)) for part in parts)  # type: ignore[return-value]
+
+
+def local_gradients_of_others_by_number(rank: int, world: int) -> None:
+    """Gradients of no_sync() that wait while the parameter that was left out comes back into the plan."""
+    model = InParts()
+    wrapped = phalanx.DistributedDataParallel(model, skip_all_reduce_unused_params=True, on_unused="ignore")
+    x = torch.full((2, 3), float(rank + 1))
+    wrapped(x, "ab").sum().backward()
+    wrapped.zero_grad()
+    with wrapped.no_sync():
+        wrapped(x, "ab").sum().backward()
+    model.double()
+    wrapped(x, "a").sum().backward()
+    # Two samples of 1 on the one rank and of 2 on the other, twice for `a`.
+    for param, mean in ((model.a.weight, 6.0), (model.b.weight, 3.0)):
+        assert param.grad is not None and torch.equal(param.grad, torch.full_like(param, mean))
+
+
+def test_local_gradients_are_averaged_when_a_parameter_that_was_skipped_is_back() -> None:
+    run_ranks(2, local_gradients_of_others_by_number)
+
+
 def frozen_after_wrapping(rank: int, world: int) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
     wrapped = phalanx.DistributedDataParallel(model, on_unused="ignore")

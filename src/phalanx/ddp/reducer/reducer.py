@@ -118,7 +118,13 @@ class Reducer(TorchReducer):
         """Make `plan` the current one: new memory, counters at their start. Gradients are untouched."""
         self.plan = plan
         self.state, self.current = IDLE, None
-        held = [index for index, (bucket, place) in enumerate(self.places) if bucket.states[place] == slot.HELD]
+        # By identity: parameters may have got other numbers since, of those that were left out or are back.
+        held = {
+            id(param)
+            for bucket in self.buckets
+            for param, state in zip(bucket.params, bucket.states, strict=True)
+            if state == slot.HELD
+        }
         # The old buckets go first, so that the memory of both is never held at once.
         self.buckets, self.places = [], []
         self.buckets = [self.make_bucket(planned, self._tail_of(planned)) for planned in plan.buckets]
@@ -127,8 +133,9 @@ class Reducer(TorchReducer):
         where = {each.param: (bucket, place) for bucket in self.buckets for place, each in enumerate(bucket.slots)}
         self.places = [where[index] for index in range(len(self.params))]
         self._choose_large()
-        for bucket, place in [self.places[index] for index in held]:
-            slot.hold(bucket.states, place)
+        for param, (bucket, place) in zip(self.params, self.places, strict=True):
+            if id(param) in held:
+                slot.hold(bucket.states, place)
         for index, repeats in enumerate(self._repeats):
             if repeats:
                 self.places[index][0].hold_back()
