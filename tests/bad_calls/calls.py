@@ -402,6 +402,8 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     "explain: a number": (lambda: phalanx.compile.explain(3), "explain describes a torch.nn.Module"),
     "explain: caps": (lambda: phalanx.compile.explain(_net(), caps=3), "caps must be BucketCaps"),
     "remote: interface": (lambda: phalanx.remote.init("w", interface=3), "interface is the name"),
+    "remote: store": (lambda: phalanx.remote.init("w", 0, 1, store=3), "store must be a torch.distributed Store"),  # type: ignore[arg-type]
+    "remote: options": (lambda: phalanx.remote.init("w", 0, 1, options=3), "options must be a torch.distributed"),  # type: ignore[arg-type]
     "install: no library": (lambda: phalanx.install("x"), "no library of that name"),
     "install: a number": (lambda: phalanx.install(3), "names of libraries"),
     "init: a number for a backend": (init(backend=3), "backend is the name"),

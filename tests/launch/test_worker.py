@@ -7,6 +7,7 @@ import io
 import os
 import socket
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -16,7 +17,7 @@ from torch.utils.data import DataLoader
 
 import phalanx
 from phalanx.comm.hierarchical import hosts
-from phalanx.errors import ConfigError
+from phalanx.errors import ConfigError, PhalanxError
 from phalanx.launch import worker as worker_module
 from phalanx.launch.worker import TRACE_DIRECTORY, init, leave, threads_for
 from phalanx.observe import trace
@@ -149,6 +150,21 @@ def test_a_device_of_another_kind_is_refused_the_second_time(alone: None) -> Non
     init()
     with pytest.raises(ConfigError, match="device 'cpu', now with 'meta'"):
         init(device="meta")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"device": "toaster"}, "no device 'toaster'"),
+        ({"backend": 3}, "backend is the name of one"),
+        ({"threads": "x"}, "threads is a number"),
+        ({"timeout_s": float("nan")}, "timeout_s must be above 0"),
+    ],
+)
+def test_a_wrong_argument_is_refused_the_second_time_too(options: dict[str, Any], message: str, alone: None) -> None:
+    init()
+    with pytest.raises(PhalanxError, match=message):
+        init(**options)
 
 
 @pytest.mark.parametrize(

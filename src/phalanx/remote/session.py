@@ -123,6 +123,9 @@ def init(
             f"{name}: RPC was started before in this process, and RRefs stay bound to its first session. "
             "Start it once a process."
         )
+    for what, given, kind in (("store", store, dist.Store), ("options", options, rpc.TensorPipeRpcBackendOptions)):
+        if given is not None and not isinstance(given, kind):
+            raise ArgumentTypeError(f"{what} must be a torch.distributed {kind.__name__}, or None, got {given!r:.80}.")
     own = find_interface(interface)
     rank, world_size = _number("rank", rank, "RANK"), _number("world_size", world_size, "WORLD_SIZE")
     options = options or rpc.TensorPipeRpcBackendOptions(_transports=_TRANSPORTS)
