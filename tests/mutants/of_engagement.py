@@ -58,4 +58,18 @@ MUTATIONS = (
         new="        if False:\n",
         tests="tests/zero/test_state.py",
     ),
+    Mutation(
+        name="scattered: slices that wait for another optimizer are taken for one's own",
+        file=GRADIENTS,
+        old="            if not held.is_zero:\n",
+        new="            if False:\n",
+        tests="tests/zero/test_successors.py::test_slices_that_wait_for_another_optimizer_are_not_lost_in_silence",
+    ),
+    Mutation(
+        name="clipping: the factor is rounded to the precision of the gradients",
+        file="src/phalanx/zero/clipping.py",
+        old="        dtype = torch.promote_types(part.dtype.to_real(), torch.float32)\n",
+        new="        dtype = part.dtype.to_real()\n",
+        tests="tests/zero/test_clipping.py",
+    ),
 )

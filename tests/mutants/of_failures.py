@@ -123,7 +123,7 @@ MUTATIONS = (
     Mutation(
         name="elastic: what is no model is found when the function is called",
         file="src/phalanx/elastic/training.py",
-        old="    refusal.refuse_arguments(model, on_event)\n",
+        old="    refusal.refuse_arguments(model, extra, on_event)\n",
         new="",
         tests="tests/bad_calls/test_bad_calls.py::test_a_wrong_argument_is_one_clear_error",
     ),
