@@ -21,7 +21,7 @@ from phalanx.checkpoint.storage import library
 from phalanx.checkpoint.storage.disk import Disk
 from phalanx.errors import ArgumentTypeError, CheckpointError, ConfigError, MismatchError, StateError
 from tests.checkpoint.runs import Run, differing
-from tests.cluster import run_ranks
+from tests.cluster import run_ranks, spawn_ranks
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -43,6 +43,22 @@ def same(one: nn.Module, other: nn.Module) -> bool:
 
 
 # -- one process, no group -------------------------------------------------------------------------
+
+
+def save_without_output(rank: int, world: int, folder: Path) -> int:
+    os.close(1)  # as of a daemon; whatever is opened next gets its number
+    model = small()
+    with Checkpointer(folder, model) as checkpointer:
+        checkpointer.save(3)
+    with Checkpointer(folder, small(1)) as checkpointer:
+        restored = checkpointer.restore()
+    assert restored is not None
+    return restored.step
+
+
+def test_a_process_without_standard_output_saves_too(tmp_path: Path) -> None:
+    (outcome,) = spawn_ranks(1, save_without_output, tmp_path, backend=None)
+    assert outcome.value == 3, outcome
 
 
 @pytest.mark.parametrize("name", ["Adam", "SGD", "LBFGS", "NAdam", "RMSprop"])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import fcntl
 import json
 import mmap
 import os
@@ -47,7 +48,11 @@ class SharedMemory:
     """Bytes that the training process fills and the writer reads. Owned by this rank's Checkpointer."""
 
     def __init__(self) -> None:
-        self.descriptor = os.memfd_create("phalanx-checkpoint", os.MFD_CLOEXEC)
+        made = os.memfd_create("phalanx-checkpoint", os.MFD_CLOEXEC)
+        # Above the standard streams: where one of them is closed, as of a daemon, it would have got that number, and in the
+        # writer, which has streams of its own, it would be one of these.
+        self.descriptor = fcntl.fcntl(made, fcntl.F_DUPFD_CLOEXEC, 3)
+        os.close(made)
         self._finalizer = weakref.finalize(self, os.close, self.descriptor)
         self.bytes = torch.empty(0, dtype=torch.uint8)
         self._is_pinned = False
