@@ -51,8 +51,8 @@ def is_exact(program: Program) -> bool:
         # The reference takes one mean of both backwards, or of the ranks that are left; a second derivative is a sum of
         # many terms, which autograd adds up as they come.
         or any(type(event).__name__ in ("Inner", "Join", "Penalty") for event in program.events)
-        # The norm is put together from the slices of the ranks.
-        or (program.has_sharded_state and any(getattr(event, "clip", None) for event in program.events))
+        # The norm is put together from the slices of the ranks; of views, it is added up by where in memory they begin.
+        or ((program.has_sharded_state or program.views) and any(getattr(event, "clip", None) for event in program.events))
         # A step brings parameters in buckets back to the strides they had; convolutions round by the strides of weights.
         or (program.has_sharded_state and any(getattr(event, "how", "") == "contiguous_format" for event in program.events))
         # Where gradients are divided, the mean of the second is added to the mean of the first.

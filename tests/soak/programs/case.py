@@ -31,7 +31,7 @@ LIMIT_S = 120.0
 _PR_SET_CHILD_SUBREAPER = 36
 _ENDING_S = 5.0
 # What torch's launchers put into the folder for temporary files and leave there.
-_OF_TORCH = ("torchelastic_", "torch_", "pytorch-errorfile-")
+_OF_TORCH = ("torchelastic_", "torchinductor_", "torch_", "pytorch-errorfile-")
 
 
 @dataclass
