@@ -13,18 +13,22 @@ from phalanx.errors import MismatchError, PeerFailure
 from tests.cluster import run_ranks
 
 
-def crossed(rank: int, world: int, what: str) -> tuple[str, float]:
-    group = dist.new_group(range(world))
-    chosen = group if rank == 1 else None
+def make(what: str, group: dist.ProcessGroup | None) -> tuple[str, float]:
+    """Wrap a model or make an optimizer on the group; the error that it was, and after how many seconds."""
     net, started = torch.nn.Linear(4, 4), time.monotonic()
     try:
         if what == "wrapper":
-            phalanx.DistributedDataParallel(net, process_group=chosen)
+            phalanx.DistributedDataParallel(net, process_group=group)
         else:
-            phalanx.ZeroRedundancyOptimizer(net.parameters(), torch.optim.SGD, process_group=chosen, lr=0.1)
+            phalanx.ZeroRedundancyOptimizer(net.parameters(), torch.optim.SGD, process_group=group, lr=0.1)
     except (MismatchError, PeerFailure) as error:
         return str(error), time.monotonic() - started
     return "nothing", 0.0
+
+
+def crossed(rank: int, world: int, what: str) -> tuple[str, float]:
+    group = dist.new_group(range(world))
+    return make(what, group if rank == 1 else None)
 
 
 @pytest.mark.parametrize("backend", ["gloo", "phalanx"])
@@ -39,17 +43,8 @@ def test_groups_of_the_same_members_that_are_crossed_are_an_error_on_every_rank(
 def overlapping(rank: int, world: int, what: str, order: str) -> tuple[str, float]:
     """Rank 1 comes to a group of some of the ranks, before the others come to that of all, or after them."""
     group = dist.new_group([0, 1])
-    net, started = torch.nn.Linear(4, 4), time.monotonic()
     time.sleep({"at once": 0, "first": 0.3 * (rank != 1), "last": 0.3 * (rank == 1), "third": 0.3 * (2 - rank)}[order])
-    chosen = group if rank == 1 else None
-    try:
-        if what == "wrapper":
-            phalanx.DistributedDataParallel(net, process_group=chosen)
-        else:
-            phalanx.ZeroRedundancyOptimizer(net.parameters(), torch.optim.SGD, process_group=chosen, lr=0.1)
-    except (MismatchError, PeerFailure) as error:
-        return str(error), time.monotonic() - started
-    return "nothing", 0.0
+    return make(what, group if rank == 1 else None)
 
 
 @pytest.mark.parametrize("backend", ["gloo", "phalanx"])
