@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -11,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from phalanx.comm.failure.arrivals import Arrivals
-from phalanx.comm.failure.processes import identity
+from phalanx.comm.failure.processes import began, identity
 from phalanx.errors import CollectiveTimeout, CommunicationError, PeerFailure
 
 SOON_S = 10
@@ -82,6 +83,21 @@ def test_a_rank_that_ends_after_it_has_met_is_missed_by_nobody() -> None:
     arrivals[1].met()
     lose(store, 1)
     assert arrivals[0].last_look() is None
+
+
+def test_a_rank_that_had_met_and_ended_is_named_to_one_who_could_not_connect() -> None:
+    store = dist.HashStore()
+    place = dist.PrefixStore("phalanx/arrivals", store)
+    with subprocess.Popen(["sleep", "60"]) as other:
+        place.set("come/1", json.dumps({**identity(), "pid": other.pid, "began": began(other.pid)}))
+        place.set("met/1", "1")
+        arrivals = Arrivals(store, (0, range(2)), LIMIT_S)
+        arrivals.wait()
+        assert arrivals.last_look() is None
+        other.kill()
+    error = arrivals.last_look()
+    assert isinstance(error, PeerFailure) and tuple(error.ranks) == (1,), error
+    assert "rank 1 has ended while this rank was still connecting to it" in str(error)
 
 
 def test_a_rank_of_which_nothing_is_known_is_named_at_the_time_limit() -> None:
