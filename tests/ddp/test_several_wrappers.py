@@ -442,15 +442,15 @@ def wrap_anew(rank: int, world: int) -> tuple[int, int, int]:
     model = nn.Sequential(nn.Linear(144, 144), nn.Linear(144, 144))
     old = phalanx.DistributedDataParallel(model)
     new = phalanx.DistributedDataParallel(model)
-    counts = [sum(new.reducer.is_large)]
+    counts = [sum(new.reducer.layout.is_large)]
     del old
     gc.collect()
     new(data(0, rank, 144)).square().mean().backward()
-    counts.append(sum(new.reducer.is_large))
+    counts.append(sum(new.reducer.layout.is_large))
     other = phalanx.DistributedDataParallel(model[1])
     new(data(1, rank, 144)).square().mean().backward()
-    counts.append(sum(new.reducer.is_large))
-    assert other.reducer.is_large == bytearray(2)
+    counts.append(sum(new.reducer.layout.is_large))
+    assert other.reducer.layout.is_large == bytearray(2)
     return counts[0], counts[1], counts[2]
 
 

@@ -135,8 +135,8 @@ MUTATIONS = (
     ),
     Mutation(
         name="order: wrappers of one shape have the same signature",
-        file=REDUCER,
-        old='        signature = f"{self.number}/{self.plan.hash}/{planned.index}"\n',
+        file="src/phalanx/ddp/reducer/layout.py",
+        old='        signature = f"{self._number}/{self.plan.hash}/{planned.index}"\n',
         new='        signature = f"{self.plan.hash}/{planned.index}"\n',
         tests=TESTS,
     ),

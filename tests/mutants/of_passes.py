@@ -9,6 +9,7 @@ LATE = "src/phalanx/ddp/passes/late.py"
 TAIL = "src/phalanx/ddp/buckets/tail.py"
 STRATEGY = "src/phalanx/ddp/reducer/strategy.py"
 REDUCER = "src/phalanx/ddp/reducer/reducer.py"
+LAYOUT = "src/phalanx/ddp/reducer/layout.py"
 ARMING = "src/phalanx/ddp/passes/arming.py"
 SETTLING = "src/phalanx/ddp/passes/settling.py"
 JOINED = "src/phalanx/ddp/passes/joined.py"
@@ -226,10 +227,17 @@ MUTATIONS = (
     ),
     Mutation(
         name="reducer: tails that travel apart are read as if the transport had scaled them",
-        file=REDUCER,
-        old="        scale = self.strategy.transport_scale if self._tail_rides(planned) and not planned.sparse else 1.0\n",
-        new="        scale = self.strategy.transport_scale\n",
+        file=LAYOUT,
+        old="        scale = self._strategy.transport_scale if self._tail_rides(planned) and not planned.sparse else 1.0\n",
+        new="        scale = self._strategy.transport_scale\n",
         words="overlapped phalanx unused",
+    ),
+    Mutation(
+        name="layout: gradients that wait for a reduction are forgotten with the plan",
+        file=REDUCER,
+        old="        self.layout.hold(held)\n",
+        new="",
+        tests="tests/ddp/test_unused.py",
     ),
     Mutation(
         name="reducer: a rank whose backward brought no gradient does not take part",

@@ -299,7 +299,7 @@ def _training_of(subject: Subject) -> dict[str, Any]:
         return {}
     found: dict[str, Any] = {}
     if ddp.reducer.settled and ddp.reducer.choose_buckets is None:
-        found["plan"] = {"plan": ddp.plan.to_json(), "memory": asdict(ddp.reducer.memory)}
+        found["plan"] = {"plan": ddp.plan.to_json(), "memory": asdict(ddp.reducer.learnt.memory)}
     state = None if ddp._hook is None else ddp._hook[0]
     if isinstance(state, HookState):
         found["hook"] = state.live_state_dict()

@@ -28,9 +28,12 @@ class Reduces(Protocol):
     """A reducer, as far as the compiler knows it. It shows where its model is to be cut by `cut_key`."""
 
     params: list[torch.nn.Parameter]
-    plan: BucketPlan
     cut_key: str
     choose_buckets: Callable[[BucketPlan, Sequence[int]], list[list[int]]] | None
+
+    @property
+    def plan(self) -> BucketPlan:
+        """The plan in force."""
 
     @property
     def settled(self) -> bool:

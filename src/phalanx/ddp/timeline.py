@@ -114,7 +114,7 @@ class Timeline(Listener):
             now = trace.now_ns()
             self.current = StepTimes(reducer.step, self.forward_start_ns, self.forward_end_ns, now, buckets=times)
             self.current.samples, self.forward_samples = self.forward_samples, 0
-            if reducer.on_device:
+            if reducer.layout.on_device:
                 self.current.moments = moments or DeviceMoments()
                 self.current.moments.mark(BACKWARD_START, reducer.params[0].device)
             self._tell_plan(reducer)
@@ -144,7 +144,7 @@ class Timeline(Listener):
         self.forward_samples += samples
         self.forward_start_ns = trace.now_ns()
         reducer = self._owner
-        if reducer.on_device and self._is_sampled(reducer):
+        if reducer.layout.on_device and self._is_sampled(reducer):
             self._forward_moments = DeviceMoments()
             self._forward_moments.mark(FORWARD_START, reducer.params[0].device)
 

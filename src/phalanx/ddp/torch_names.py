@@ -178,7 +178,7 @@ class TorchNames:
             "find_unused_parameters": int(ddp.find_unused_parameters),
             "gradient_as_bucket_view": int(ddp.gradient_as_bucket_view),
             "static_graph": int(ddp.static_graph),
-            "can_set_static_graph": int(reducer.usage.looks_static),
+            "can_set_static_graph": int(reducer.learnt.usage.looks_static),
             "backend_name": backend_of(ddp.process_group) or ddp.process_group.name(),
             # As in torch, the step that the times below belong to.
             "iteration": 0 if timeline.latest is None else timeline.latest.step,
@@ -195,7 +195,7 @@ class TorchNames:
             ),
             "has_rebuilt_buckets": int(bool(reducer.step)),
             "rebuilt_bucket_sizes": sizes,
-            "prev_iteration_grad_ready_order_indices": ", ".join(map(str, reducer.ready_order)),
+            "prev_iteration_grad_ready_order_indices": ", ".join(map(str, reducer.learnt.order)),
             "rebuilt_per_bucket_param_indices": ", ".join(
                 " ".join(str(slot.param) for slot in bucket.slots) for bucket in plan.buckets
             ),

@@ -39,7 +39,7 @@ class TorchReducer:
         self._ours.options.static_graph = True
 
     def _ddp_graph_static(self) -> bool:
-        return self._ours.usage.looks_static
+        return self._ours.learnt.usage.looks_static
 
     def _get_local_used_map(self) -> Any:
         raise _refusal("_get_local_used_map", "ddp.stats() names the parameters that no rank used.")

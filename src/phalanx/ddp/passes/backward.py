@@ -247,7 +247,7 @@ class Pass:
     def _take_and_send(self, bucket: Bucket) -> None:
         self.agree()
         self.make_way(bucket)
-        if self.reducer.plan_state is PlanState.FIXED:
+        if self.reducer.learnt.state is PlanState.FIXED:
             mark_promised(self.reducer, bucket)
         with self._in_order(bucket):
             used = self.take(bucket)
@@ -257,7 +257,7 @@ class Pass:
 
     def _in_order(self, bucket: Bucket) -> AbstractContextManager[None]:
         """Inside, what is done to the bucket is ordered after its gradients, whichever thread does it."""
-        if self.reducer.state is REDUCING and self.reducer.on_device:
+        if self.reducer.state is REDUCING and self.reducer.layout.on_device:
             return self.reducer.streams.launching(bucket)
         # On the CPU there are no streams; when backward has ended, autograd has joined those of gradients to the caller's.
         return _AS_IT_IS
@@ -310,7 +310,7 @@ class Pass:
     @torch.no_grad()
     def flush_early_buckets(self) -> None:
         """Autograd is done: launch those that might have left before."""
-        if self.reducer.plan_state is PlanState.FIXED:
+        if self.reducer.learnt.state is PlanState.FIXED:
             find_late(self.reducer)
         while self.has_early_buckets:
             self._take_and_send(self.buckets[self.next])
@@ -416,7 +416,7 @@ class Pass:
     def give(self, bucket: Bucket) -> None:
         """Make the means the gradients, except of parameters that no rank used."""
         self._has_given = True
-        if self.reducer.on_device:
+        if self.reducer.layout.on_device:
             self.reducer.streams.hold(bucket)
         self.strategy.give(bucket, self.wanted.get(bucket.index))
         for listener in self.reducer.listeners:

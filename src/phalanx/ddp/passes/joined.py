@@ -79,7 +79,7 @@ def _fill_in(run: Pass) -> None:
     here = torch.tensor([param.grad is not None for param in params], dtype=torch.float32, device=device)
     run.collectives.wait(run.collectives.all_reduce(here), "comparing what a backward that raised has left")
     for index, num_ranks in enumerate(here.tolist()):
-        bucket, place = run.reducer.places[index]
+        bucket, place = run.reducer.layout.places[index]
         param = params[index]
         if num_ranks and param.grad is None and param.requires_grad and not bucket.sparse:
             param.grad = torch.zeros_like(param, dtype=gradient_dtype(param), requires_grad=False)

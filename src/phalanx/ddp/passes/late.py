@@ -26,7 +26,7 @@ def reduce_late_part(run: Pass, bucket: Bucket) -> None:
     reducer = run.reducer
     if bucket.stage is Stage.GIVEN and run.strategy.gives_for_good:
         raise too_late(f"{run.collectives.me}: step {reducer.step}", bucket.index, bucket.specs[0].name)
-    part = reducer.make_bucket(reducer.plan.buckets[bucket.index], bucket.tail.of_late_parts(), bucket)
+    part = reducer.layout.late_part_of(bucket)
     if bucket.tail.watch is not None:
         part.tail.watch = bucket.tail.watch.of_late_part(part)
     part.states = slot.states_of_late_part(bucket.states)

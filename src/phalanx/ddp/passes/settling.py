@@ -115,11 +115,44 @@ class PlanMemory:
     unused: list[int] | None
     repeats: list[int]
 
+
+class Learnt:
+    """What passes have shown of a model on this rank, by numbers of parameters, and how far the plan follows it."""
+
+    def __init__(self, num_params: int) -> None:
+        self.state = PlanState.FIRST
+        self.observed: list[int] = []  # every gradient of the pass that was observed, as they came
+        self.usage = Usage()
+        self.repeats = bytearray(num_params)  # by parameter, whether it gets gradient several times in a pass
+
     @classmethod
-    def of(cls, observed: Sequence[int], usage: Usage, repeats: Sequence[int]) -> PlanMemory:
-        """`repeats`: by parameter, whether it gets gradient several times in a pass."""
-        unused = None if usage.first_unused is None else sorted(usage.first_unused)
-        return cls(list(observed), unused, [index for index, again in enumerate(repeats) if again])
+    def recalled(cls, memory: PlanMemory, num_params: int) -> Learnt:
+        """What an earlier run had learnt, whose plan was settled."""
+        learnt = cls(num_params)
+        learnt.state, learnt.observed = PlanState.SETTLED, list(memory.observed)
+        learnt.usage.first_unused = None if memory.unused is None else frozenset(memory.unused)
+        learnt.repeats = bytearray(index in memory.repeats for index in range(num_params))
+        return learnt
+
+    def restricted(self, kept: Sequence[int]) -> Learnt:
+        """The same about some of the parameters, renumbered."""
+        renumber = {old: new for new, old in enumerate(kept)}
+        rest = Learnt(len(kept))
+        rest.state, rest.usage = self.state, self.usage.renumbered(kept)
+        rest.observed = [renumber[index] for index in self.observed if index in renumber]
+        rest.repeats = bytearray(self.repeats[index] for index in kept)
+        return rest
+
+    @property
+    def order(self) -> list[int]:
+        """The parameters in the order in which they first got gradient."""
+        return list(dict.fromkeys(self.observed))
+
+    @property
+    def memory(self) -> PlanMemory:
+        """What `recalled` needs."""
+        unused = None if self.usage.first_unused is None else sorted(self.usage.first_unused)
+        return PlanMemory(list(self.observed), unused, [index for index, again in enumerate(self.repeats) if again])
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,10 +175,9 @@ def settle(reducer: Reducer, unused: Sequence[int]) -> None:
 
     `unused` are the parameters that no rank used.
     """
-    reducer.plan_state = PlanState.SETTLED
-    reducer.ready_order = list(dict.fromkeys(reducer.observed))
+    reducer.learnt.state = PlanState.SETTLED
     device = reducer.params[0].device
-    agreed = agree_on_plan(reducer.plan, reducer.ready_order, reducer.choose_buckets, reducer.collectives, device)
+    agreed = agree_on_plan(reducer.plan, reducer.learnt.order, reducer.choose_buckets, reducer.collectives, device)
     plan = agreed.plan
     dropped = _named(reducer, unused) if reducer.options.drop_unused else []
     if dropped:
@@ -171,13 +203,13 @@ def _drop(reducer: Reducer, dropped: set[int], plan: BucketPlan) -> BucketPlan:
 
 def fix(reducer: Reducer) -> None:
     """The graph is static: one hook per bucket is enough, on the gradient that comes last."""
-    reducer.plan_state = PlanState.FIXED
-    unused = reducer.usage.first_unused or frozenset()
+    reducer.learnt.state = PlanState.FIXED
+    unused = reducer.learnt.usage.first_unused or frozenset()
     reducer.hooks.detach()
     if len(unused) < len(reducer.params):  # else this rank had no input in the first step, and promised nothing by it
         reducer.hooks.refuse(_named(reducer, sorted(unused)), "static_graph=True")
     trained = {index for index, param in enumerate(reducer.params) if param.requires_grad}
-    fires = [index for index in reducer.observed if index in trained]
+    fires = [index for index in reducer.learnt.observed if index in trained]
     for planned, bucket in zip(reducer.plan.buckets, reducer.buckets, strict=True):
         trigger = trigger_of(planned, fires)
         bucket.expected = bucket.pending = 0 if trigger is None else trigger.num_fires
@@ -187,7 +219,7 @@ def fix(reducer: Reducer) -> None:
 
 def mark_promised(reducer: Reducer, bucket: Bucket) -> None:
     """Of a static graph: every parameter that the first pass used has its gradient by now, as promised."""
-    unused = reducer.usage.first_unused or frozenset()
+    unused = reducer.learnt.usage.first_unused or frozenset()
     for place, (each, param) in enumerate(zip(bucket.slots, bucket.params, strict=True)):
         if each.param in unused or (param.grad is None and id(param) in reducer.sharers.params):
             continue

@@ -34,16 +34,16 @@ def _on_gradient(reference: Reference, index: int, param: torch.Tensor) -> None:
     reducer = reference()
     if reducer is None:
         return
-    bucket, place = reducer.places[index]
+    bucket, place = reducer.layout.places[index]
     if reducer.state < OBSERVING and reducer.begin() is None:
         slot.hold(bucket.states, place)
         return
     if reducer.state is OBSERVING:
-        reducer.observed.append(index)
+        reducer.learnt.observed.append(index)
     if not slot.arrive(bucket.states, place):
-        reducer.arrived_again(index, bucket)
+        reducer.arrived_again(index)
         return
-    if reducer.is_large[index]:
+    if reducer.layout.is_large[index]:
         reducer.under_way.large_arrived(cast("DenseBucket", bucket), place, param)
     bucket.pending -= 1
     if not bucket.pending:

@@ -4,18 +4,17 @@ The way of a gradient: autograd accumulates it and calls the parameter's hook (`
 full bucket is packed and launched, strictly in plan order; when backward ends, what never filled is launched,
 everything is waited for, judged and given out (`passes/backward.py`).
 
-This file begins and ends passes and holds what outlives them: plan, buckets, strategy, what has been learnt of the model.
-What a gradient goes through is in `slot`, what a pass goes through in `backward`, what the plan goes through in `settling`,
-which backward is reduced at all in `arming`. Must not know of modules, buffers or process groups.
+This file begins and ends passes and holds what outlives them. Where gradients go is in `layout`, what a gradient goes
+through in `slot`, what a pass goes through in `backward`, what passes have shown and what the plan goes through in
+`settling`, which backward is reduced at all in `arming`. Must not know of modules, buffers or process groups.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -27,13 +26,10 @@ from ...comm.memory.left_over import drop_left_over
 from ...comm.memory.segment import trim_shared
 from ...errors import PhalanxError, ReductionError
 from ...optim.engine import RunningGraph, current_backward
-from ...plan import Bucket as PlannedBucket
 from ...plan import BucketPlan
 from ..buckets import slot
-from ..buckets.bucket import Bucket, Contents
+from ..buckets.bucket import Bucket
 from ..buckets.dense import DenseBucket
-from ..buckets.sparse import SparseBucket
-from ..buckets.tail import Tail, exact_ranks
 from ..frames import untraced
 from ..like_torch.reducer import TorchReducer
 from ..messages import not_finished, torn, unused_everywhere
@@ -43,10 +39,11 @@ from ..passes.backward import FAILED, IDLE, MISSED, OBSERVING, REDUCING, Pass, P
 from ..passes.joined import give_up, take_part
 from ..passes.late_checks import LateChecks
 from ..passes.order import order_of, take_turns
-from ..passes.settling import ChooseBuckets, PlanMemory, PlanState, Usage, fix, settle
+from ..passes.settling import ChooseBuckets, Learnt, PlanMemory, PlanState, fix, settle
 from ..passes.shared import Sharers
 from ..passes.streams import GradientStreams
 from .hooks import GradientHooks
+from .layout import Layout
 from .listener import Listener
 from .strategy import AllReduce, Strategy
 
@@ -87,13 +84,8 @@ class Reducer(TorchReducer):
         self.num_rebuilds = 0
         self.listeners: list[Listener] = []
         self.joined_take_means = False  # whether a rank without inputs is given the others' means
-        # What passes have shown: the order of gradients, what is used, and which parameters get gradient several times.
-        self.plan_state = PlanState.FIRST
-        self.observed: list[int] = []
-        self.ready_order: list[int] = []
-        self.usage = Usage()
-        self.unused_names: list[str] = []
-        self._repeats = bytearray(len(self.params))
+        self.learnt = Learnt(len(self.params))
+        self.unused_names: list[str] = []  # in the last pass, by all ranks
         # Of compiled models: how their buckets are chosen, and which plan their graphs are cut by.
         self.choose_buckets: ChooseBuckets | None = None
         self.cut_key = plan.hash
@@ -108,70 +100,41 @@ class Reducer(TorchReducer):
         self._arming = Arming()
         self.sharers = Sharers(self)
         self.hooks = GradientHooks(self)
-        self.buckets: list[Bucket] = []
-        self.places: list[tuple[Bucket, int]] = []  # by parameter, its bucket and its place in it
-        self.adopt(plan)
+        self._lay_out(plan, ())
 
     # -- setting up ----------------------------------------------------------------------------
 
     def adopt(self, plan: BucketPlan) -> None:
         """Make `plan` the current one: new memory, counters at their start. Gradients are untouched."""
-        self.plan = plan
         self.state, self.current = IDLE, None
-        # By identity: parameters may have got other numbers since, of those that were left out or are back.
-        held = {
-            id(param)
-            for bucket in self.buckets
-            for param, state in zip(bucket.params, bucket.states, strict=True)
-            if state == slot.HELD
-        }
         # The old buckets go first, so that the memory of both is never held at once.
-        self.buckets, self.places = [], []
-        self.buckets = [self.make_bucket(planned, self._tail_of(planned)) for planned in plan.buckets]
-        for last in [bucket for bucket in self.buckets if not bucket.sparse][-1:]:
-            last.is_last_dense = True
-        where = {each.param: (bucket, place) for bucket in self.buckets for place, each in enumerate(bucket.slots)}
-        self.places = [where[index] for index in range(len(self.params))]
-        self._choose_large()
-        for param, (bucket, place) in zip(self.params, self.places, strict=True):
-            if id(param) in held:
-                slot.hold(bucket.states, place)
-        for index, repeats in enumerate(self._repeats):
+        self._lay_out(plan, self.layout.drop())
+
+    def _lay_out(self, plan: BucketPlan, held: Collection[int]) -> None:
+        self.layout = Layout(plan, self.params, self.strategy, self.number, self.options.as_views)
+        self.layout.choose_large(self.learnt.repeats, self.sharers.params)
+        self.layout.hold(held)
+        for index, repeats in enumerate(self.learnt.repeats):
             if repeats:
-                self.places[index][0].hold_back()
-        self.on_device = any(param.device.type != "cpu" for param in self.params)
-        self.hooks.watch_all(self.params, self.on_device)
+                self.layout.hold_back(index)
+        self.hooks.watch_all(self.params, self.layout.on_device)
         for listener in self.listeners:
             listener.plan_adopted()
 
-    def _choose_large(self) -> None:
-        """Which gradients are packed as soon as they arrive. Not those of which more may come, or which others may pack."""
-        large = [isinstance(bucket, DenseBucket) and bucket.large[place] for bucket, place in self.places]
-        shared = self.sharers.params
-        waits = [repeats or id(param) in shared for repeats, param in zip(self._repeats, self.params, strict=True)]
-        self.is_large = bytearray(one and not wait for one, wait in zip(large, waits, strict=True))
+    @property
+    def plan(self) -> BucketPlan:
+        """The plan in force."""
+        return self.layout.plan
 
-    def _tail_of(self, planned: PlannedBucket) -> Tail:
-        num_late = len(self.plan.buckets) if planned.index == len(self.plan.buckets) - 1 else 0
-        scale = self.strategy.transport_scale if self._tail_rides(planned) and not planned.sparse else 1.0
-        signature = f"{self.number}/{self.plan.hash}/{planned.index}"
-        return Tail(signature, len(planned.slots), num_late, self.collectives.world, scale)
-
-    def _tail_rides(self, planned: PlannedBucket) -> bool:
-        return self.strategy.tail_rides and (planned.sparse or self.collectives.world <= exact_ranks(planned.dtype))
-
-    def make_bucket(self, planned: PlannedBucket, tail: Tail, part_of: Bucket | None = None) -> Bucket:
-        """A bucket as the plan has it; with `part_of`, one for what came late for that bucket."""
-        contents = Contents(planned, self.plan.specs, self.params, tail, self._tail_rides(planned), part_of)
-        if planned.sparse:
-            return SparseBucket(contents)
-        allocate = partial(self.strategy.allocate, planned.index) if part_of is None else self.strategy.allocate_late
-        return DenseBucket(contents, allocate, self.options.as_views and part_of is None)
+    @property
+    def buckets(self) -> list[Bucket]:
+        """Those of the plan in force, in the order in which they leave."""
+        return self.layout.buckets
 
     @property
     def settled(self) -> bool:
         """Whether the plan in force is the one made from the observed order."""
-        return self.plan_state is not PlanState.FIRST
+        return self.learnt.state is not PlanState.FIRST
 
     def require_idle(self) -> None:
         """Raise unless every backward that began has given out its gradients."""
@@ -180,18 +143,14 @@ class Reducer(TorchReducer):
 
     def keep_params(self, kept: Sequence[int]) -> None:
         """Know only of these parameters from now on, renumbered; a plan for them is adopted next."""
-        renumber = {old: new for new, old in enumerate(kept)}
         self.params = [self.params[index] for index in kept]
-        self.places = [self.places[index] for index in kept]
-        self.observed = [renumber[index] for index in self.observed if index in renumber]
-        self.usage = self.usage.renumbered(kept)
-        self._repeats = bytearray(self._repeats[index] for index in kept)
+        self.learnt = self.learnt.restricted(kept)
 
     def use(self, strategy: Strategy, plan: BucketPlan | None = None) -> None:
         """Reduce by `strategy` from the next backward on, and by another plan if one is given."""
         self.strategy = strategy
         self.adopt(self.plan if plan is None else plan)
-        if self.plan_state is PlanState.FIXED:
+        if self.learnt.state is PlanState.FIXED:
             fix(self)
 
     def move(self, collectives: Collectives, number: int) -> None:
@@ -207,8 +166,7 @@ class Reducer(TorchReducer):
         self.late_checks.judge(self)  # while steps have the numbers that they are judged by
         self.step = 0
         self.params = self._every_param
-        self.plan_state, self.observed, self.usage = PlanState.FIRST, [], Usage()
-        self._repeats = bytearray(len(self.params))
+        self.learnt = Learnt(len(self.params))
         self.cut_key = plan.hash
         self.adopt(plan)
 
@@ -218,11 +176,7 @@ class Reducer(TorchReducer):
         Where it differs, buckets would be summed, or compressed, otherwise than there until this run has settled.
         """
         self.require_idle()
-        self.observed, self.ready_order = list(memory.observed), list(dict.fromkeys(memory.observed))
-        self.usage = Usage()
-        self.usage.first_unused = None if memory.unused is None else frozenset(memory.unused)
-        self._repeats = bytearray(index in memory.repeats for index in range(len(self.params)))
-        self.plan_state = PlanState.SETTLED
+        self.learnt = Learnt.recalled(memory, len(self.params))
         self.adopt(plan)
         if self.options.static_graph:
             fix(self)
@@ -230,16 +184,11 @@ class Reducer(TorchReducer):
             listener.plan_resumed()
 
     @property
-    def memory(self) -> PlanMemory:
-        """What `resume` needs beside the plan."""
-        return PlanMemory.of(self.observed, self.usage, self._repeats)
-
-    @property
     def unreduced(self) -> dict[str, torch.nn.Parameter]:
         """By name, the parameters that have gradient of this rank alone: of backwards inside `no_sync`, or that raised."""
         return {
             spec.name: param
-            for spec, param, (bucket, place) in zip(self.plan.specs, self.params, self.places, strict=True)
+            for spec, param, (bucket, place) in zip(self.plan.specs, self.params, self.layout.places, strict=True)
             if param.grad is not None and bucket.states[place] == slot.HELD
         }
 
@@ -338,7 +287,7 @@ class Reducer(TorchReducer):
             other.begin_owed()
         self.recover()
         if self.sharers.have_changed():
-            self._choose_large()
+            self.layout.choose_large(self.learnt.repeats, self.sharers.params)
         return self._begin_pass(joined=False, may_nest=self._arming.may_nest)
 
     def _begin_pass(self, joined: bool, may_nest: bool) -> Pass:
@@ -357,17 +306,17 @@ class Reducer(TorchReducer):
         assert self.current is not None, "a pass has begun"
         return self.current
 
-    def arrived_again(self, index: int, bucket: Bucket) -> None:
+    def arrived_again(self, index: int) -> None:
         """More gradient for the same parameter in one pass: from now on its bucket waits for the end of backward."""
         self.under_way.arrived_again()
-        if not self._repeats[index]:
-            self._repeats[index] = 1
-            self.is_large[index] = 0  # packed on arrival, its second part would always be late
-            bucket.hold_back()
+        if not self.learnt.repeats[index]:
+            self.learnt.repeats[index] = 1
+            self.layout.hold_back(index)
 
     def mark_arrived(self, index: int) -> None:
         """A parameter has gradient of this pass, of which no hook has told."""
-        slot.arrive(self.places[index][0].states, self.places[index][1])
+        bucket, place = self.layout.places[index]
+        slot.arrive(bucket.states, place)
 
     # -- end of backward -----------------------------------------------------------------------
 
@@ -444,7 +393,7 @@ class Reducer(TorchReducer):
             raise
         finally:
             self.elsewhere = None
-        self.usage.record(self.sharers.leave_out(run.unused_here, self.params))
+        self.learnt.usage.record(self.sharers.leave_out(run.unused_here, self.params))
         self._close(run)
 
     def join_others(self, weight: float | None) -> None:
@@ -475,7 +424,7 @@ class Reducer(TorchReducer):
         for listener in self.listeners:
             listener.pass_ended()
         self.strategy.pass_over()
-        if not was_settled and self.on_device:
+        if not was_settled and self.layout.on_device:
             # After the listeners, who may have changed how buckets are reduced: steps from the next one on make nothing.
             for bucket in self.buckets:
                 if isinstance(bucket, DenseBucket):

@@ -59,7 +59,7 @@ def wider_plan(wrapper: DistributedDataParallel) -> BucketPlan | None:
     would cost the memory that it is to save. On a device the caps stay torch's: what is worthwhile was measured on CPUs.
     """
     reducer = wrapper.reducer
-    if wrapper.caps_are_given or reducer.choose_buckets is not None or reducer.on_device:
+    if wrapper.caps_are_given or reducer.choose_buckets is not None or reducer.layout.on_device:
         return None
     plan = reducer.plan
     total = sum(bucket.num_bytes for bucket in plan.buckets)
