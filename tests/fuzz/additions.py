@@ -6,7 +6,7 @@ import random
 
 from tests.fuzz import events as ev
 from tests.fuzz.ledger import Ledger
-from tests.fuzz.program import LINEAR_OPTIMIZERS, Program
+from tests.fuzz.program import HAVE_FUSED, LINEAR_OPTIMIZERS, Program
 
 # Gradients with more digits than their parameters have. With fewer, a judge would have to know where they were rounded.
 WIDER_DTYPE = {"bfloat16": "float32", "float16": "float32", "float32": "float64"}
@@ -14,9 +14,10 @@ DENSE = ("Wide", "Biased", "Words", "Tied")
 
 
 def with_additions(program: Program) -> Program:
-    """The program, or the same one with dtypes of gradients chosen apart, or with gradients that are moved."""
+    """The program, or the same one with dtypes of gradients chosen apart, gradients that are moved, a fused optimizer."""
     program = _with_grad_dtypes(program, random.Random(f"grad_dtype {program.seed}"))
-    return _with_moves(program, random.Random(f"move {program.seed}"))
+    program = _with_moves(program, random.Random(f"move {program.seed}"))
+    return _with_fused_optimizer(program, random.Random(f"fused {program.seed}"))
 
 
 def _is_usual(program: Program) -> bool:
@@ -81,3 +82,13 @@ def _with_moves(program: Program, chance: random.Random) -> Program:
         move = ev.Move(source, target, chance.choice(("detached", "detached", "swapped")))
         program = _inserted(program, chance.choice(_gaps(program)), move)
     return program
+
+
+def _with_fused_optimizer(program: Program, chance: random.Random) -> Program:
+    # These kernels take dense gradients of the parameters' dtype; what users place lies as they like.
+    refused = any(part.kind in ("SparseWords", "Unannounced") or part.dtype == "complex64" for part in program.parts)
+    refused = refused or program.optimizer not in HAVE_FUSED or _has(program, ev.Place, ev.GradDtype, ev.Dtype)
+    # Torch's SGD reads momentum that it has not written yet.
+    narrow = any(part.dtype in ("bfloat16", "float16") for part in program.parts)
+    refused = refused or (program.optimizer == "momentum" and narrow)
+    return program if refused or chance.random() > 0.3 else program.but(fused=True)

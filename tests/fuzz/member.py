@@ -9,7 +9,7 @@ import torch
 import phalanx
 from phalanx.comm import hooks
 from tests.fuzz.models import Net, given_params
-from tests.fuzz.program import OPTIMIZERS, Program
+from tests.fuzz.program import Program
 
 
 class Member:
@@ -58,7 +58,7 @@ def wrap(program: Program, net: Net) -> Any:
 
 
 def make_optimizer(program: Program, net: Net) -> Any:
-    name, options = OPTIMIZERS[program.optimizer]
+    name, options = program.optimizer_options
     kind, params = getattr(torch.optim, name), given_params(program, net)
     if program.mode == "in_backward":
         trained = [p for p in params if p.requires_grad]

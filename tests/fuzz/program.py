@@ -88,6 +88,7 @@ class Program(Value):
     models: tuple[Model, ...] = ()  # empty: one model, of all parts
     held: tuple[int, ...] = ()  # parts that the optimizer is made without, and gets later as a group
     common: bool = False  # of several models, which are trained alike: one optimizer for all of them
+    fused: bool = False  # torch's kernels that step a parameter by memory, whatever the strides of its gradient
 
     @property
     def modes(self) -> tuple[str, ...]:
@@ -118,6 +119,14 @@ class Program(Value):
         return 1 if self.common else len(self.parts_of)
 
     @property
+    def optimizer_options(self) -> tuple[str, dict[str, Any]]:
+        """Of which class the optimizer is, and its arguments."""
+        name, options = OPTIMIZERS[self.optimizer]
+        if not self.fused:
+            return name, options
+        return name, {key: value for key, value in options.items() if key != "foreach"} | {"fused": True}
+
+    @property
     def for_optimizer(self) -> Program:
         """Of the common one: what it is made by, with all parts."""
         return self.of(0).but(parts=self.parts, held=self.held)
@@ -145,6 +154,7 @@ OPTIMIZERS: Mapping[str, tuple[str, dict[str, Any]]] = {
     # Evaluates its closure three times; how often must not depend on a rank's own loss.
     "lbfgs": ("LBFGS", {"lr": 0.05, "max_iter": 3, "tolerance_change": 0.0, "tolerance_grad": 0.0}),
 }
+HAVE_FUSED = ("sgd", "momentum", "adam", "adamw", "adagrad")
 # A small error of a gradient stays small in these; Adam would make a whole step of an error in the last bit.
 LINEAR_OPTIMIZERS = ("sgd", "momentum")
 

@@ -26,7 +26,7 @@ from tests.fuzz.models import (
     run_models,
     split,
 )
-from tests.fuzz.program import OPTIMIZERS, Call, Program
+from tests.fuzz.program import Call, Program
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Alone:
         self.nets = split(self.model, self.parts_of)
         self.programs = [program.of(number) for number in range(len(self.nets))]
         self._copies_buffers = [True] * len(self.nets)
-        name, options = OPTIMIZERS[program.optimizer]
+        name, options = program.optimizer_options
         kind = getattr(torch.optim, name)
         given = [given_params(*one) for one in zip(self.programs, self.nets, strict=True)]
         if program.common:

@@ -14,7 +14,7 @@ import torch
 from tests.fuzz import events, models
 from tests.fuzz.lines import lines_of
 from tests.fuzz.meeting import advance
-from tests.fuzz.program import OPTIMIZERS, Program
+from tests.fuzz.program import Program
 from tests.fuzz.reference import Alone
 from tests.fuzz.runner import Failure
 from tests.fuzz.snapshot import hidden_grads
@@ -230,7 +230,7 @@ def _setting_of_several(program: Program, wrapping: str) -> list[str]:
 
 
 def _optimizer(program: Program, model: str) -> str:
-    name, options = OPTIMIZERS[program.optimizer]
+    name, options = program.optimizer_options
     given = ", ".join(f"{key}={value!r}" for key, value in options.items())
     params = f"{model}.parameters()"
     if program.held:

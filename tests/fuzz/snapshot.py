@@ -19,6 +19,7 @@ class Snapshot:
     grads: list[Any]
     params: list[torch.Tensor]
     buffers: list[torch.Tensor]
+    lies: list[bool] = field(default_factory=list)  # by gradient, whether in memory it lies as its parameter does
     heard: list[tuple[int, torch.Tensor]] = field(default_factory=list)
     broken: list[str] = field(default_factory=list)
 
@@ -40,7 +41,8 @@ def take_snapshot(job: Any) -> Snapshot:
     buffers = [b.detach().clone() for b in job.model.buffers()]
     heard, broken = list(job.heard), list(job.broken)
     job.heard.clear()
-    return Snapshot(grads, params, buffers, heard, broken)
+    lies = [_lies_alike(p, p.grad) for p in job.model.parameters()]
+    return Snapshot(grads, params, buffers, lies, heard, broken)
 
 
 def hidden_grads(program: Program, model: Net) -> set[int]:
@@ -54,6 +56,14 @@ def _whole(grad: torch.Tensor | None) -> Any:
     if grad is None:
         return None
     return grad.detach().to_dense().clone() if type(grad) is torch.Tensor else ...
+
+
+def _lies_alike(param: torch.Tensor, grad: torch.Tensor | None) -> bool:
+    """Fused optimizers go by memory. Of a dimension of one element a stride says nothing."""
+    if type(grad) is not torch.Tensor or grad.layout != torch.strided or not grad.numel():
+        return True
+    mine, own = ([s for s, n in zip(one.stride(), one.shape, strict=True) if n > 1] for one in (grad, param))
+    return mine == own
 
 
 def digest_of(snapshot: Snapshot) -> Digest:

@@ -66,7 +66,7 @@ def test_every_event_and_part_and_option_is_drawn() -> None:
     defined = {name for name, kind in vars(ev).items() if isinstance(kind, type) and hasattr(kind, "run")}
     assert kinds == defined
     fields = ("views", "static", "find_unused", "skip_unused", "batched", "mixed", "delayed", "hook", "optimizer_first")
-    fields += ("nonfinite", "drift", "models", "held", "common")
+    fields += ("nonfinite", "drift", "models", "held", "common", "fused")
     for field in fields:
         assert any(getattr(program, field) for program in programs), f"no program with {field}"
     assert {program.ranks for program in programs} == {1, 2, 3, 4}
