@@ -101,6 +101,7 @@ class Reducer(TorchReducer):
         self.sharers = Sharers(self)
         self.hooks = GradientHooks(self)
         self._lay_out(plan, ())
+        self._note_kinds()
 
     # -- setting up ----------------------------------------------------------------------------
 
@@ -120,6 +121,22 @@ class Reducer(TorchReducer):
         self.hooks.watch_all(self.params, self.layout.on_device)
         for listener in self.listeners:
             listener.plan_adopted()
+
+    def _note_kinds(self) -> None:
+        """A first plan was made for the parameters as they are now. Those that follow it know them by its specs."""
+        self._firsts = [bucket.params[0] for bucket in self.buckets]  # parameters of all devices
+        self._kinds = self._current_kinds
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether the user has given the parameters another dtype or device since the first plan was made."""
+        return self._current_kinds != self._kinds
+
+    @property
+    def _current_kinds(self) -> tuple[list[torch.dtype], list[torch.device]]:
+        # `gradient_dtype`, without a call per parameter: this is asked before each forward.
+        dtypes = [param.grad_dtype or param.dtype for param in self._every_param]
+        return dtypes, [param.device for param in self._firsts]
 
     @property
     def plan(self) -> BucketPlan:
@@ -169,6 +186,7 @@ class Reducer(TorchReducer):
         self.learnt = Learnt(len(self.params))
         self.cut_key = plan.hash
         self.adopt(plan)
+        self._note_kinds()
 
     def resume(self, plan: BucketPlan, memory: PlanMemory) -> None:
         """Go on by the settled plan of an earlier run on as many ranks, as if its passes had been ours. Every rank calls it.
