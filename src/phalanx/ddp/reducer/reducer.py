@@ -79,6 +79,7 @@ class Reducer(TorchReducer):
         self.strategy: Strategy = AllReduce(collectives)
         self.params = list(params)
         self._every_param = self.params  # also those that are left out once known to be unused
+        self.dropped: list[tuple[str, torch.nn.Parameter]] = []  # these, by name: nobody reduces a gradient of theirs
         self.weight: float | None = None  # this rank's share in the mean; None is 1 like everyone's
         self.step = 0
         self.num_rebuilds = 0
@@ -182,7 +183,7 @@ class Reducer(TorchReducer):
         """Go on from step 0, with a first plan, as for parameters of another dtype."""
         self.late_checks.judge(self)  # while steps have the numbers that they are judged by
         self.step = 0
-        self.params = self._every_param
+        self.params, self.dropped = self._every_param, []
         self.learnt = Learnt(len(self.params))
         self.cut_key = plan.hash
         self.adopt(plan)
