@@ -312,6 +312,8 @@ class Reducer(TorchReducer):
     def _begin_pass(self, joined: bool, may_nest: bool) -> Pass:
         self.current = Pass(self, joined, may_nest)
         self.state = pass_state.begin(self.state, self.settled)  # not before: what a listener refuses has not begun
+        if self.state is OBSERVING:
+            self.learnt.observed.clear()  # of one that failed: gradients counted twice would be waited for twice
         if not joined:
             self._remember_place(self.noted)
         return self.current
