@@ -108,6 +108,21 @@ def test_a_backward_that_raises_on_all_ranks_leaves_nothing_in_the_next(
     run_ranks(2, raise_everywhere, width, way, to_none, backend=backend)
 
 
+def num_left_early(rank: int, world: int) -> int:
+    """How many buckets have left when the first layer gets its gradient, after a first pass that raised."""
+    model, _, wrapped = made(SMALL, "static graph")
+    break_once(wrapped, rank, SMALL, 1)
+    loss_of(wrapped, 0, rank, SMALL).backward()
+    num: list[int] = []
+    model.layers[0].weight.register_hook(lambda _: num.append(wrapped.reducer.under_way.next))
+    loss_of(wrapped, 1, rank, SMALL).backward()
+    return num[0]
+
+
+def test_buckets_of_a_static_graph_leave_early_though_the_first_backward_raised() -> None:
+    assert min(run_ranks(2, num_left_early)) >= DEPTH - 2
+
+
 def raise_before_the_first_gradient(rank: int, world: int, width: int, way: str) -> None:
     """Rank 1 reaches its output and no parameter, or of a static graph no bucket's last one; rank 0 gets further."""
     model, plain, wrapped = made(width, way)

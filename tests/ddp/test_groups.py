@@ -8,6 +8,7 @@ from torch import nn
 
 import phalanx
 from tests.cluster import run_ranks
+from tests.ddp.by_hand import SMALL, Net, inputs, mean_by_hand, unwrapped
 from tests.ddp.zoo import batch, make
 
 
@@ -55,6 +56,29 @@ def test_a_wrapper_grows_to_a_larger_group_and_shrinks_again() -> None:
         assert torch.equal(first, second)
         torch.testing.assert_close(first, want.detach(), rtol=1e-4, atol=1e-6)
     assert results[3] is None
+
+
+def grow_in_double(rank: int, world: int) -> None:
+    pair, triple = dist.new_group([0, 1]), dist.new_group([0, 1, 2])
+    plain = Net(SMALL).double()
+    if rank < 2:
+        wrapped = phalanx.DistributedDataParallel(Net(SMALL), process_group=pair)
+        wrapped(inputs(0, rank, SMALL)).sum().backward()
+        wrapped.double()
+        wrapped.zero_grad()
+        wrapped.update_process_group(triple)
+    else:
+        wrapped = phalanx.DistributedDataParallel(unwrapped(plain), process_group=triple)
+    for step in range(3):
+        wrapped.zero_grad()
+        wrapped(inputs(step, rank, SMALL).double()).square().mean().backward()
+        means = mean_by_hand(plain, 3, lambda m, r, s=step: m(inputs(s, r, SMALL).double()).square().mean())
+        for param, want in zip(wrapped.parameters(), means, strict=True):
+            torch.testing.assert_close(param.grad, want, rtol=1e-12, atol=1e-14)
+
+
+def test_a_model_that_has_gone_to_another_dtype_goes_to_another_group_in_it() -> None:
+    run_ranks(3, grow_in_double)
 
 
 def two_groups_at_once(rank: int, world: int) -> list[torch.Tensor]:

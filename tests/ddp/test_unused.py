@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import phalanx
+from phalanx.comm.hooks import allreduce_hook
 from tests.cluster import run_ranks
 from tests.ddp.by_hand import Net, assert_mean, everywhere, inputs, mean_by_hand, unwrapped, widths
 from tests.ddp.zoo import Experts, batch
@@ -136,6 +137,29 @@ def skip_unused(rank: int, world: int) -> tuple[int, int]:
 def test_skipping_unused_parameters_sends_less_and_refuses_a_change() -> None:
     for before, after in run_ranks(2, skip_unused):
         assert after <= before / 2
+
+
+def skip_unused_by_another_way(rank: int, world: int, way: str) -> None:
+    model = Experts()
+    model.forced = 0
+    options = {"skip_all_reduce_unused_params": True, "static_graph": True, "on_unused": "ignore"}
+    wrapped = phalanx.DistributedDataParallel(model, **options)
+    _step(wrapped, rank, 0)
+    if way == "hook":
+        wrapped.register_comm_hook(None, allreduce_hook)
+    elif way == "optimizer":
+        overlapped = {"lr": 0.1, "overlap_with_ddp": True}
+        phalanx.ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, **overlapped).let_go()
+    else:
+        wrapped.reducer.resume(wrapped.plan, wrapped.reducer.learnt.memory)
+    model.forced = 1
+    with pytest.raises(phalanx.PhalanxError, match=r"experts\.1\.\w+.*skip_all_reduce_unused_params"):
+        _step(wrapped, rank, 1)
+
+
+@pytest.mark.parametrize("way", ["hook", "optimizer", "plan"])
+def test_a_parameter_that_was_skipped_is_refused_however_gradients_are_reduced_later(way: str) -> None:
+    run_ranks(2, skip_unused_by_another_way, way)
 
 
 class InParts(nn.Module):

@@ -312,8 +312,8 @@ MUTATIONS = (
     Mutation(
         name="settling: a parameter that was left out may get gradient unnoticed",
         file=SETTLING,
-        old='    reducer.hooks.refuse(dropped, "skip_all_reduce_unused_params=True")\n',
-        new="",
+        old='    reducer.hooks.refuse(reducer.dropped, "skip_all_reduce_unused_params=True")\n',
+        new="    pass\n",
         words="skip_unused",
         tests="tests/ddp/test_unused.py",
     ),

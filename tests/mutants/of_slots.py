@@ -247,9 +247,9 @@ MUTATIONS = (
     ),
     Mutation(
         name="bucket: it stays as it is when the user chooses another dtype for gradients",
-        file="src/phalanx/ddp/buckets/bucket.py",
-        old="        return [param.grad_dtype or param.dtype for param in self.params], self.params[0].device\n",
-        new="        return [param.dtype for param in self.params], self.params[0].device\n",
+        file="src/phalanx/ddp/reducer/reducer.py",
+        old="        dtypes = [param.grad_dtype or param.dtype for param in self._every_param]\n",
+        new="        dtypes = [param.dtype for param in self._every_param]\n",
         tests="tests/ddp/test_kinds.py",
     ),
     Mutation(

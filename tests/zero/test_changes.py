@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import phalanx
 from phalanx.errors import ConfigError
 from tests.cluster import run_ranks
-from tests.ddp.by_hand import SMALL, alike, everywhere, inputs, mean_by_hand, widths
+from tests.ddp.by_hand import SMALL, alike, everywhere, inputs, mean_by_hand, unwrapped, widths
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.covering(1)]
 
@@ -111,6 +111,26 @@ def change_dtype(rank: int, world: int, width: int, in_backward: bool, partition
 @pytest.mark.parametrize("partition", ["element", "parameter"])
 def test_training_goes_on_in_another_dtype(partition: str, in_backward: bool, width: int, backend: str) -> None:
     run_ranks(2, change_dtype, width, in_backward, partition, backend=backend)
+
+
+def let_go_in_double(rank: int, world: int) -> None:
+    pair = Pair(rank, world, SMALL)
+    for step in range(3):
+        pair.train((step, False))
+    pair.optimizer.zero_grad()
+    pair.model.double()
+    pair.optimizer.let_go()
+    plain = unwrapped(pair.model)
+    for step in range(2):
+        pair.wrapped.zero_grad()
+        pair.wrapped(inputs(step, rank, SMALL)).square().mean().backward()
+        means = mean_by_hand(plain, world, lambda m, r, s=step: m(inputs(s, r, SMALL)).square().mean())
+        for param, want in zip(pair.model.parameters(), means, strict=True):
+            torch.testing.assert_close(param.grad, want, rtol=1e-12, atol=1e-14)
+
+
+def test_a_model_that_has_gone_to_another_dtype_is_let_go_in_it() -> None:
+    run_ranks(2, let_go_in_double)
 
 
 def accumulate_late(rank: int, world: int, width: int, stage: int) -> None:

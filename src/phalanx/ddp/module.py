@@ -324,7 +324,7 @@ class DistributedDataParallel(TorchBase):
         """After `Module.to`, `.double()` and the like the buckets are of another kind than the gradients to come."""
         if self._low is not None and self._low.is_on:
             return  # computed again in backward, in low precision for as long as that lasts
-        if any(bucket.is_outdated for bucket in self.reducer.buckets):
+        if self.reducer.is_outdated:
             self._first_plan = self._make_plan(self._trained)
             self.reducer.restart(self._first_plan)
 
@@ -385,7 +385,6 @@ class DistributedDataParallel(TorchBase):
             )
         self.reducer.recover()  # by the strategy of the pass that failed, if one did
         self._hook = (state, hook)
-        self.follow_moved_parameters()  # the buckets are made anew, and would be taken for those of the old dtype
         self.reducer.use(HookStrategy(self.collectives, state, adopt_hook(hook)))
 
     def update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
@@ -397,6 +396,7 @@ class DistributedDataParallel(TorchBase):
         before, self.process_group = self.process_group, arguments.choose_group(new_process_group, None)
         recover_before_leaving(before, self.process_group)
         self.collectives = collectives_for(self.process_group)
+        self._first_plan = self._make_plan(self._trained)  # as ranks that join make it: the model may have moved since
         self._number = self._agree()
         self.reducer.move(self.collectives, self._number)
         self.reducer.restart(self._first_plan)

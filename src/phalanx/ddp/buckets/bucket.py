@@ -61,7 +61,6 @@ class Bucket(abc.ABC):
         self.slots = planned.slots
         self.params = [params[slot.param] for slot in planned.slots]
         self.specs = [specs[slot.param] for slot in planned.slots]
-        self._kinds = self._current_kinds
         self.tail = tail
         self.tail_rides = tail_rides
         # What hooks see as the last bucket.
@@ -112,16 +111,6 @@ class Bucket(abc.ABC):
     @abc.abstractmethod
     def give(self, wanted: Sequence[int] | None) -> None:
         """Make the mean the gradient of every parameter in `wanted` (None for all); the others get theirs back."""
-
-    @property
-    def is_outdated(self) -> bool:
-        """Whether the user has given the parameters another dtype or device since the bucket was made."""
-        return self._current_kinds != self._kinds
-
-    @property
-    def _current_kinds(self) -> tuple[list[torch.dtype], torch.device]:
-        # `gradient_dtype`, without a call per parameter: this is asked before each forward.
-        return [param.grad_dtype or param.dtype for param in self.params], self.params[0].device
 
     @property
     def names(self) -> list[str]:

@@ -179,8 +179,7 @@ def settle(reducer: Reducer, unused: Sequence[int]) -> None:
     device = reducer.params[0].device
     agreed = agree_on_plan(reducer.plan, reducer.learnt.order, reducer.choose_buckets, reducer.collectives, device)
     plan = agreed.plan
-    dropped = _named(reducer, unused) if reducer.options.drop_unused else []
-    if dropped:
+    if unused and reducer.options.drop_unused:
         plan = _drop(reducer, set(unused), plan)
     if plan.hash != reducer.plan.hash:
         reducer.num_rebuilds += 1
@@ -189,7 +188,8 @@ def settle(reducer: Reducer, unused: Sequence[int]) -> None:
         reducer.cut_key = reducer.plan.hash
     if reducer.options.static_graph:
         fix(reducer)
-    reducer.hooks.refuse(dropped, "skip_all_reduce_unused_params=True")
+    else:
+        _refuse_dropped(reducer)
 
 
 def _drop(reducer: Reducer, dropped: set[int], plan: BucketPlan) -> BucketPlan:
@@ -197,8 +197,13 @@ def _drop(reducer: Reducer, dropped: set[int], plan: BucketPlan) -> BucketPlan:
     kept = [index for index in range(len(reducer.params)) if index not in dropped]
     if not kept:
         raise nothing_left(reducer.collectives.me)
+    reducer.dropped = _named(reducer, sorted(dropped))
     reducer.keep_params(kept)
     return restricted(plan, kept)
+
+
+def _refuse_dropped(reducer: Reducer) -> None:
+    reducer.hooks.refuse(reducer.dropped, "skip_all_reduce_unused_params=True")
 
 
 def fix(reducer: Reducer) -> None:
@@ -206,6 +211,7 @@ def fix(reducer: Reducer) -> None:
     reducer.learnt.state = PlanState.FIXED
     unused = reducer.learnt.usage.first_unused or frozenset()
     reducer.hooks.detach()
+    _refuse_dropped(reducer)
     if len(unused) < len(reducer.params):  # else this rank had no input in the first step, and promised nothing by it
         reducer.hooks.refuse(_named(reducer, sorted(unused)), "static_graph=True")
     trained = {index for index, param in enumerate(reducer.params) if param.requires_grad}

@@ -79,6 +79,7 @@ class Reducer(TorchReducer):
         self.strategy: Strategy = AllReduce(collectives)
         self.params = list(params)
         self._every_param = self.params  # also those that are left out once known to be unused
+        self.dropped: list[tuple[str, torch.nn.Parameter]] = []  # these, by name: nobody reduces a gradient of theirs
         self.weight: float | None = None  # this rank's share in the mean; None is 1 like everyone's
         self.step = 0
         self.num_rebuilds = 0
@@ -101,6 +102,7 @@ class Reducer(TorchReducer):
         self.sharers = Sharers(self)
         self.hooks = GradientHooks(self)
         self._lay_out(plan, ())
+        self._note_kinds()
 
     # -- setting up ----------------------------------------------------------------------------
 
@@ -120,6 +122,22 @@ class Reducer(TorchReducer):
         self.hooks.watch_all(self.params, self.layout.on_device)
         for listener in self.listeners:
             listener.plan_adopted()
+
+    def _note_kinds(self) -> None:
+        """A first plan was made for the parameters as they are now. Those that follow it know them by its specs."""
+        self._firsts = [bucket.params[0] for bucket in self.buckets]  # parameters of all devices
+        self._kinds = self._current_kinds
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether the user has given the parameters another dtype or device since the first plan was made."""
+        return self._current_kinds != self._kinds
+
+    @property
+    def _current_kinds(self) -> tuple[list[torch.dtype], list[torch.device]]:
+        # `gradient_dtype`, without a call per parameter: this is asked before each forward.
+        dtypes = [param.grad_dtype or param.dtype for param in self._every_param]
+        return dtypes, [param.device for param in self._firsts]
 
     @property
     def plan(self) -> BucketPlan:
@@ -165,10 +183,11 @@ class Reducer(TorchReducer):
         """Go on from step 0, with a first plan, as for parameters of another dtype."""
         self.late_checks.judge(self)  # while steps have the numbers that they are judged by
         self.step = 0
-        self.params = self._every_param
+        self.params, self.dropped = self._every_param, []
         self.learnt = Learnt(len(self.params))
         self.cut_key = plan.hash
         self.adopt(plan)
+        self._note_kinds()
 
     def resume(self, plan: BucketPlan, memory: PlanMemory) -> None:
         """Go on by the settled plan of an earlier run on as many ranks, as if its passes had been ours. Every rank calls it.
@@ -293,6 +312,8 @@ class Reducer(TorchReducer):
     def _begin_pass(self, joined: bool, may_nest: bool) -> Pass:
         self.current = Pass(self, joined, may_nest)
         self.state = pass_state.begin(self.state, self.settled)  # not before: what a listener refuses has not begun
+        if self.state is OBSERVING:
+            self.learnt.observed.clear()  # of one that failed: gradients counted twice would be waited for twice
         if not joined:
             self._remember_place(self.noted)
         return self.current
