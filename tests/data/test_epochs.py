@@ -109,3 +109,26 @@ def test_batches_of_a_stream_that_do_not_meet_their_like_count_by_their_samples(
     first, second = run_ranks(2, weights_of_halves)
     assert [size for size, _ in first] == [2, 2, 1, 2] and [size for size, _ in second] == [2, 2, 2]
     assert all(weight == size for size, weight in first + second)
+
+
+class Span(IterableDataset[int]):
+    """The stream of torch's documentation, of which a worker_init_fn gives each process a part."""
+
+    def __init__(self, start: int, end: int) -> None:
+        self.start, self.end = start, end
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.start, self.end))
+
+
+def take_a_part(number: int) -> None:
+    info = get_worker_info()
+    assert info is not None
+    size = (info.dataset.end - info.dataset.start) // info.num_workers
+    info.dataset.start += number * size
+    info.dataset.end = info.dataset.start + size
+
+
+def test_a_part_of_the_stream_that_worker_init_fn_sets_is_what_the_process_reads() -> None:
+    given = DataLoader(Span(0, 8), 2, num_workers=2, worker_init_fn=take_a_part, multiprocessing_context="fork")
+    assert sorted(one for batch in lists(make(0, 1, given)) for one in batch) == list(range(8))
