@@ -5,10 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, RandomSampler, get_worker_info
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    get_worker_info,
+)
 
 import phalanx
 from phalanx.data.loader import Loader
@@ -52,6 +61,26 @@ def test_the_sampler_inside_a_batch_sampler_of_ones_own_hears_of_the_epoch() -> 
     sampler = DistributedSampler(Numbers(32), 1, 0, shuffle=True)
     loader = make(0, 1, DataLoader(Numbers(32), batch_sampler=BatchSampler(sampler, 8, False)), sharded=True)
     assert lists(loader) != lists(loader) and sampler.epoch == 1
+
+
+class ByNumpy(Sampler[int]):
+    """A sampler whose generator is one of numpy's."""
+
+    def __init__(self) -> None:
+        self.generator = np.random.default_rng(0)
+
+    def __len__(self) -> int:
+        return 6
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.generator.permutation(6).tolist())
+
+
+def test_a_sampler_may_hold_a_generator_of_another_kind() -> None:
+    sampler = ByNumpy()
+    loader = make(0, 1, DataLoader(Numbers(6), 6, sampler=sampler))
+    assert sorted(lists(loader)[0]) == list(range(6))
+    assert isinstance(sampler.generator, np.random.Generator)
 
 
 class ByEpoch(IterableDataset[int]):
