@@ -107,8 +107,14 @@ class Restoration:
         if unknown:
             raise StateError(f"parts may be {', '.join(sorted(known))}; got {', '.join(sorted(unknown))}.")
         self._model: dict[str, str] = {}
+        self._own_state: dict[str, Any] = {}  # what this rank had saved of the model for itself, by saved names
+        self._extra: dict[str, Any] = {}
         if subject.model is not None and choice.wants(MODEL):
+            own = source.own("buffers", rank if self._same_world else 0) or {}
+            self._own_state = own if self._same_world else {}
             self._model = self._match_model()
+            for name in () if self._same_world else sorted(own):
+                self._leave(f"model '{name}'", "each rank had its own; every rank has loaded rank 0's")
         self._optimizers: list[OptimizerLoad] = []
         if choice.wants(OPTIMIZER):
             self._match_optimizers()
@@ -125,7 +131,8 @@ class Restoration:
         saved = self._renamed(source.model_names())
         state = self._subject.model.state_dict(keep_vars=True)  # type: ignore[union-attr]
         keys = self._subject.model_keys()
-        wanted = {name: state[key] for name, key in keys.items() if isinstance(state[key], torch.Tensor)}
+        extra = self._subject.extra_names()
+        wanted = {name: state[key] for name, key in keys.items() if name not in extra}
         chosen: dict[str, str] = {}
         wrong: list[str] = []
         for name, tensor in wanted.items():
@@ -140,7 +147,7 @@ class Restoration:
                 wrong.append(f"'{name}' has shape {tuple(tensor.shape)}, saved was {shape}")
             else:
                 chosen[name] = saved[name]
-        for name in saved.keys() - wanted.keys():
+        for name in saved.keys() - keys.keys():
             if choice.skips(name):
                 self._leave(f"model '{name}'", "skipped")
             else:
@@ -152,7 +159,27 @@ class Restoration:
                 "names, skip= for what is to stay as it is, or strict=False."
             )
         self.result.left_out += [f"model: {line}" for line in sorted(wrong)]
-        self.result.left_out += choice.without_effect(source.model_names(), wanted)
+        self._extra = self._match_extra(extra, {name: saved[name] for name in extra & saved.keys()})
+        self.result.left_out += choice.without_effect(source.model_names(), keys)
+        return chosen
+
+    def _match_extra(self, here: Collection[str], tensors: Mapping[str, str]) -> dict[str, Any]:
+        """The extra states that are loaded. Of any kind and shape: what they may become only their modules know."""
+        choice, found = self._choice, {name: self.source.whole(key).clone() for name, key in tensors.items()}
+        found |= {choice.new_name(name): value for name, value in self.source.model_extra().items()}
+        for name, value in self._own_state.items():
+            if choice.new_name(name) in here:
+                found[choice.new_name(name)] = value
+        chosen = {}
+        for name in sorted({*found, *here}):
+            if choice.skips(name):
+                self._leave(f"model '{name}'", "skipped")
+            elif name not in found:
+                self._leave(f"model '{name}'", "not in the checkpoint")
+            elif name not in here:
+                self._leave(f"model '{name}'", "saved, and the model has no such state")
+            else:
+                chosen[name] = found[name]
         return chosen
 
     def _renamed(self, saved: Mapping[str, str]) -> dict[str, str]:
@@ -228,16 +255,11 @@ class Restoration:
         assert self._subject.model is not None, "there is a model to load"
         keys = self._subject.model_keys()
         # Views of the file: torch copies them into the model's own memory, tensor by tensor.
-        state: dict[str, Any] = {keys[name]: self.source.whole(key) for name, key in self._model.items()}
-        for name, value in self.source.model_extra().items():
-            if self._choice.new_name(name) in keys:
-                state[keys[self._choice.new_name(name)]] = value
+        state = {keys[name]: value for name, value in self._extra.items()}
+        for name, key in self._model.items():
+            own = self._own_state.get(key.removeprefix("model/"))
+            state[keys[name]] = self.source.whole(key) if own is None else own
         self._subject.model.load_state_dict(state, strict=False)
-        own = self.source.own("buffers", self._rank) if self._same_world else None
-        params = self._subject.model.state_dict(keep_vars=True)
-        for name, value in (own or {}).items():
-            if self._choice.new_name(name) in self._model:
-                params[keys[self._choice.new_name(name)]].detach().copy_(value)
 
     def _own(self, component: str) -> Any:
         """What this rank saved for itself. On another number of ranks, what rank 0 did."""
