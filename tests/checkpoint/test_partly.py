@@ -241,3 +241,25 @@ def test_a_loader_that_cannot_go_on_is_refused_before_anything_is_changed(tmp_pa
             checkpointer.restore()
         assert torch.equal(model.weight, before)
         assert checkpointer.restore(parts=["model"]) is not None and not torch.equal(model.weight, before)
+
+
+def test_what_nobody_here_loads_is_said(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    with Checkpointer(tmp_path, model, optimizer, schedule, extra={"a": 1, "b": 2}) as checkpointer:
+        checkpointer.save(0)
+    with Checkpointer(tmp_path, model, optimizer) as reader:
+        assert _said(reader) == ["scheduler: saved, but there is none here", "extra: saved, but there is none here"]
+        assert _said(reader, parts=["model"]) == []
+    with Checkpointer(tmp_path, optimizer=optimizer, scheduler=schedule, extra={"a": 0}) as reader:
+        assert _said(reader, strict=False)[-2:] == [
+            "model: saved, but there is none here",
+            "extra 'b': saved, but there is none here",
+        ]
+
+
+def _said(reader: Checkpointer, **choice: Any) -> list[str]:
+    restored = reader.restore(**choice)
+    assert restored is not None
+    return restored.left_out

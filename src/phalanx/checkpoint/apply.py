@@ -217,8 +217,19 @@ class Restoration:
             state = self._saved_by(name) if check is not None and self._choice.wants(name) else None
             if check is not None and state is not None:
                 check(state)
+        self._leave_unclaimed()
         if self._choice.wants(RANDOM) and self.source.texts[0].get(RANDOM) is not None:
             check_randomness(self.source.own(RANDOM, self._rank if self._rank < self.source.world else 0))
+
+    def _leave_unclaimed(self) -> None:
+        """Say what was saved and has nobody here to load it."""
+        saved = self.source.texts[self._rank if self._same_world else 0]
+        claimed = {*self._subject.parts, *(["extra"] if self._subject.extra else [])}
+        for name in ("scheduler", "loader", "extra"):
+            if name in saved and name not in claimed and self._choice.wants(name):
+                self._leave(name, "saved, but there is none here")
+        if self._subject.model is None and self._choice.wants(MODEL) and self.source.model_names():
+            self._leave(MODEL, "saved, but there is none here")
 
     # -- changes -------------------------------------------------------------------------------
 
@@ -288,6 +299,8 @@ class Restoration:
                 set_generator_state(target, saved[name])
             else:
                 self.result.values[name] = saved[name]
+        for name in sorted((saved or {}).keys() - self._subject.extra.keys()):
+            self._leave(f"extra '{name}'", "saved, but there is none here")
 
     def _resume_plan(self) -> None:
         ddp = self._subject.ddp
