@@ -263,3 +263,24 @@ def _said(reader: Checkpointer, **choice: Any) -> list[str]:
     restored = reader.restore(**choice)
     assert restored is not None
     return restored.left_out
+
+
+def test_groups_of_other_options_do_not_become_one_in_silence(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    two = [{"params": list(layer.parameters()), "lr": 0.5 / n} for n, layer in enumerate(model, 1)]
+    with Checkpointer(tmp_path, model, torch.optim.SGD(two)) as checkpointer:
+        checkpointer.save(0)
+    one = torch.optim.SGD(model.parameters(), lr=0.7)
+    with Checkpointer(tmp_path, model, one) as reader:
+        with pytest.raises(StateError, match="group 0 has parameters of saved groups that differ in lr"):
+            reader.restore()
+        assert one.param_groups[0]["lr"] == 0.7
+        (said,) = _said(reader, strict=False)
+        assert "differ in lr" in said and one.param_groups[0]["lr"] == 0.5
+        assert len(_said(reader, skip="1.*")) == 2  # of one group, and those that were skipped
+    # Equal options are no reason to refuse: as those of an optimizer in backward, which has a group per parameter.
+    two[1]["lr"] = 0.5
+    with Checkpointer(tmp_path, model, torch.optim.SGD(two)) as checkpointer:
+        checkpointer.save(1)
+    with Checkpointer(tmp_path, model, one) as reader:
+        assert _said(reader) == []
