@@ -164,6 +164,10 @@ def test_safetensors(folder: str, tmp_path: Path) -> None:
         (lambda data: data[:8] + b"[" + data[9:], "damaged"),
         (lambda data: data.replace(b"F32", b"X32"), "X32"),
         (lambda data: data.replace(b'"shape":[20,8]', b'"shape":[2,-8]'), "does not fit"),
+        # The same bytes for two tensors; a shape beyond all numbers, for no bytes at all.
+        (lambda data: _with_entry(data, "U8", [640], [0, 640]), "some overlap"),
+        (lambda data: _with_entry(data, "F32", [0, 2**70], [0, 0]), "no tensor can have"),
+        (lambda data: _with_entry(data, "F32", [0, 2**62, 8], [0, 0]), "no tensor can have"),
     ],
 )
 def test_a_damaged_file_of_safetensors_is_refused(folder: str, tmp_path: Path, damage: Any, message: str) -> None:
@@ -176,6 +180,29 @@ def test_a_damaged_file_of_safetensors_is_refused(folder: str, tmp_path: Path, d
     with Checkpointer(tmp_path, model) as checkpointer, pytest.raises(StateError, match=message):
         checkpointer.restore(source=path)
     assert differing(dict(Tied(1).state_dict()), dict(model.state_dict())) == []
+
+
+def _with_entry(data: bytes, dtype: str, shape: list[int], offsets: list[int]) -> bytes:
+    length = int.from_bytes(data[:8], "little")
+    more = {"more": {"dtype": dtype, "shape": shape, "data_offsets": offsets}}
+    header = json.dumps(json.loads(data[8 : 8 + length]) | more).encode()
+    return len(header).to_bytes(8, "little") + header + data[8 + length :]
+
+
+@pytest.mark.parametrize(
+    "loaded",
+    [
+        {0: torch.ones(2)},
+        {"model": {}, "optimizer": {"state": "x", "param_groups": "y"}},
+        {"model": {}, "optimizer": {"state": {}, "param_groups": [{"lr": 1}]}},
+        {"model": {}, "optimizer": {"state": {0: 5}, "param_groups": [{"params": [0]}]}},
+    ],
+)
+def test_a_file_of_torch_with_something_else_in_it_is_named(tmp_path: Path, loaded: Any) -> None:
+    torch.save(loaded, tmp_path / "odd.pt")
+    with Checkpointer(tmp_path, nn.Linear(1, 1)) as checkpointer:
+        with pytest.raises(StateError, match=r"odd\.pt is no state of a model, or of a model and its optimizer"):
+            checkpointer.restore(source=tmp_path / "odd.pt")
 
 
 def saved_divided(rank: int, world: int, folder: str) -> dict[str, torch.Tensor]:

@@ -264,6 +264,15 @@ def source_of(where: str, loaded: Any) -> MemorySource:
     """A state that was loaded by other means, in one of the forms that people use."""
     if not isinstance(loaded, Mapping):
         raise StateError(f"{where} holds a {type(loaded).__name__}, expected a state_dict or a dict of them.")
+    try:
+        return _taken_apart(where, loaded)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        if isinstance(error, PhalanxError):
+            raise
+        raise StateError(f"{where} is no state of a model, or of a model and its optimizer: {error!r}.") from error
+
+
+def _taken_apart(where: str, loaded: Mapping[Any, Any]) -> MemorySource:
     optimizer = next((loaded[key] for key in _OPTIMIZER_KEYS if isinstance(loaded.get(key), Mapping)), None)
     model = next((loaded[key] for key in _MODEL_KEYS if isinstance(loaded.get(key), Mapping)), None)
     if model is None:
