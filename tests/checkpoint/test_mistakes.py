@@ -128,6 +128,19 @@ def test_a_metric_that_nobody_has_deletes_nothing(folder: Path) -> None:
 # -- states ----------------------------------------------------------------------------------------
 
 
+def test_a_conjugate_is_not_taken_for_what_it_is_the_conjugate_of(tmp_path: Path) -> None:
+    model, again = nn.Module(), nn.Module()
+    for one in (model, again):
+        values = torch.randn(3, dtype=torch.complex64)
+        one.register_buffer("values", values)
+        one.register_buffer("conjugate", values.conj())
+    with Checkpointer(tmp_path, model) as checkpointer:
+        checkpointer.save(0)
+    with Checkpointer(tmp_path, again) as checkpointer:
+        checkpointer.restore()
+    assert torch.equal(model.get_buffer("values"), again.get_buffer("values"))
+
+
 def test_frozen_sets_and_windows_come_back_as_they_were() -> None:
     state = {"losses": deque([1.0, 2.0], maxlen=2), "seen": {frozenset({1, 2}): "a"}}
     tree, leaves = encode(state, "it")

@@ -20,7 +20,7 @@ from ..plan import BucketPlan
 from ..plan.params import gradient_dtype
 from ..zero.optimizer import ZeroRedundancyOptimizer
 from ..zero.partition.element import ElementPartition
-from .capture import STATES, Subject
+from .capture import STATES, Subject, place_of
 from .optimizers import OptimizerLoad
 from .randomness import check_randomness, seed_like, set_generator_state, set_randomness
 from .reshard import renamed
@@ -363,9 +363,8 @@ class Restoration:
 def _twin(name: str, tensors: Mapping[str, torch.Tensor]) -> str | None:
     """The first other name of the same memory: loading that one loads this."""
     mine = tensors[name]
-    place = (mine.data_ptr(), mine.shape, mine.stride(), mine.dtype)
     for other, tensor in tensors.items():
-        if other != name and mine.numel() and (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype) == place:
+        if other != name and mine.numel() and place_of(tensor) == place_of(mine):
             return other
     return None
 

@@ -285,7 +285,7 @@ def _capture_model(subject: Subject, found: Captured, tells: bool) -> dict[str, 
                 own[name] = value
             continue
         # One memory under two names is one parameter, used twice.
-        place = (value.data_ptr(), value.dtype, value.shape, value.stride())
+        place = place_of(value)
         if value.numel() and seen.setdefault(place, name) != name:
             aliases[name] = seen[place]
             continue
@@ -302,6 +302,11 @@ def _capture_model(subject: Subject, found: Captured, tells: bool) -> dict[str, 
         found.own += [whole_piece(f"model_extra/{path}", leaf) for path, leaf in leaves.items()]
     found.texts["model"] = {"aliases": aliases, "extra": tree}
     return own
+
+
+def place_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Equal for tensors that are one memory, read alike. A conjugate is the same memory, read otherwise."""
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg()
 
 
 def _training_of(subject: Subject) -> dict[str, Any]:
