@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -61,6 +62,22 @@ def test_the_sampler_inside_a_batch_sampler_of_ones_own_hears_of_the_epoch() -> 
     sampler = DistributedSampler(Numbers(32), 1, 0, shuffle=True)
     loader = make(0, 1, DataLoader(Numbers(32), batch_sampler=BatchSampler(sampler, 8, False)), sharded=True)
     assert lists(loader) != lists(loader) and sampler.epoch == 1
+
+
+class Doubling(DataLoader[Any]):
+    """A DataLoader that does something to the batches on their way."""
+
+    def __iter__(self) -> Any:
+        return (2 * batch for batch in super().__iter__())
+
+
+def test_a_dataloader_that_iterates_in_its_own_way_is_not_left_out_in_silence() -> None:
+    given = Doubling(Numbers(4), 2)
+    with pytest.warns(UserWarning, match="rank 0: the DataLoader is a Doubling, whose own way to iterate is not used"):
+        make(0, 1, given)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert lists(make(0, 1, given, sharded=True)) == [[0, 2], [4, 6]]
 
 
 class ByNumpy(Sampler[int]):

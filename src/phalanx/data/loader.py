@@ -322,7 +322,7 @@ class Loader:
 
     def _warn_of_ending(self) -> None:
         """Say at once what an epoch would end with, or would not have at all or not anew: an epoch may take hours."""
-        for hazard in (self._source.hazard(), self._source.staleness):
+        for hazard in (self._source.hazard(), self._source.staleness, self._source.bypass):
             if hazard and self._exchange.rank == 0:
                 warnings.warn(f"rank 0: {hazard}", stacklevel=users_stacklevel())
 

@@ -111,6 +111,18 @@ class Source(abc.ABC):
         return ""
 
     @property
+    def bypass(self) -> str:
+        """What the user's DataLoader does in its own way to iterate, and nobody calls here, in words."""
+        own = type(self._given)
+        if own.__iter__ is DataLoader.__iter__ and own._get_iterator is DataLoader._get_iterator:
+            return ""
+        return (
+            f"the DataLoader is a {own.__name__}, whose own way to iterate is not used: batches come from one of torch's "
+            "with its settings. What it does to them belongs into collate_fn or the dataset, or pass sharded=True to keep "
+            "it."
+        )
+
+    @property
     def staleness(self) -> str:
         """What processes that outlive the epoch would get wrong, in words; "" where they do no harm."""
         if not _outlives_epochs(self._given):
@@ -313,6 +325,7 @@ class Own(Source):
 
     unit = "own steps"
     _remedy = ""  # the DataLoader is the user's own
+    bypass = ""
 
     def _steps_of(self, given: DataLoader[Any]) -> list[Any]:
         return _steps_of(given)
