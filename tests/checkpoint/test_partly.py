@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -263,6 +265,18 @@ def _said(reader: Checkpointer, **choice: Any) -> list[str]:
     restored = reader.restore(**choice)
     assert restored is not None
     return restored.left_out
+
+
+def test_another_kind_of_generator_is_refused_before_anything_is_changed(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, nn.Linear(2, 2), extra={"noise": torch.Generator()}) as checkpointer:
+        checkpointer.save(0)
+    for other in (np.random.default_rng(0), random.Random(0)):
+        model = nn.Linear(2, 2)
+        before = model.weight.detach().clone()
+        with Checkpointer(tmp_path, model, extra={"noise": other}) as reader:
+            with pytest.raises(StateError, match=r"extra 'noise' is no state of a (Generator|Random)"):
+                reader.restore()
+        assert torch.equal(model.weight, before)
 
 
 def test_groups_of_other_options_do_not_become_one_in_silence(tmp_path: Path) -> None:

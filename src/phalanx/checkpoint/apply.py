@@ -22,7 +22,7 @@ from ..zero.optimizer import ZeroRedundancyOptimizer
 from ..zero.partition.element import ElementPartition
 from .capture import STATES, Subject, place_of
 from .optimizers import OptimizerLoad
-from .randomness import check_randomness, seed_like, set_generator_state, set_randomness
+from .randomness import check_generator_state, check_randomness, seed_like, set_generator_state, set_randomness
 from .reshard import renamed
 from .source import Source
 
@@ -118,6 +118,7 @@ class Restoration:
         self._optimizers: list[OptimizerLoad] = []
         if choice.wants(OPTIMIZER):
             self._match_optimizers()
+        self._states: dict[str, Any] = {}  # of what has states of its own, by component
         self._check_parts()
 
     def _leave(self, what: str, why: str) -> None:
@@ -211,12 +212,19 @@ class Restoration:
                 self._leave(label, "saved, but there is no such optimizer here")
 
     def _check_parts(self) -> None:
-        """Ask those that can say so, as our loader, whether they will load what was saved."""
-        for name, part in self._subject.parts.items():
-            check = getattr(part, "check_state_dict", None)
-            state = self._saved_by(name) if check is not None and self._choice.wants(name) else None
+        """Read what is neither model nor optimizer; ask those that can say so, as our loader, whether they load it."""
+        rank = self._rank if self._same_world else 0
+        for name in filter(self._choice.wants, (*self._subject.parts, *(["extra"] if self._subject.extra else []))):
+            self._states[name] = state = self.source.own(name, rank)
+            check = getattr(self._subject.parts.get(name), "check_state_dict", None)
             if check is not None and state is not None:
                 check(state)
+        extra = self._states.get("extra")
+        if not isinstance(extra, dict | None):
+            raise StateError(f"{self.source.where}: what was saved as extra is a {type(extra).__name__}, expected a dict.")
+        for name, target in self._subject.extra.items():
+            if extra is not None and name in extra:
+                check_generator_state(target, extra[name], f"{self.source.where}: extra '{name}'")
         self._leave_unclaimed()
         if self._choice.wants(RANDOM) and self.source.texts[0].get(RANDOM) is not None:
             check_randomness(self.source.own(RANDOM, self._rank if self._rank < self.source.world else 0))
@@ -276,16 +284,13 @@ class Restoration:
         """What this rank saved for itself. On another number of ranks, what rank 0 did."""
         if not self._choice.wants(component):
             return None
-        found = self._saved_by(component)
+        found = self._states.get(component)
         if found is not None and not self._same_world:
             ranks = "one rank" if self.source.world == 1 else f"{self.source.world} ranks"
             self._leave(component, f"saved by {ranks}; every rank has loaded rank 0's")
         if found is None:
             self._leave(component, "not in the checkpoint")
         return found
-
-    def _saved_by(self, component: str) -> Any:
-        return self.source.own(component, self._rank if self._same_world else 0)
 
     def _load_extra(self) -> None:
         saved = self._own("extra") if self._subject.extra else None
