@@ -102,6 +102,27 @@ def test_there_and_back(folder: str, tmp_path: Path, form: str) -> None:
     same_optimizer(optimizer, fresh)
 
 
+@pytest.mark.parametrize("form", ["dcp", "torch"])
+def test_several_optimizers_there_and_back(tmp_path: Path, form: str) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+
+    def optimizers() -> dict[str, torch.optim.Optimizer]:
+        return {str(n): torch.optim.Adam(layer.parameters(), lr=0.1 * (n + 1)) for n, layer in enumerate(model)}
+
+    before, after = optimizers(), optimizers()
+    model(torch.ones(2, 3)).sum().backward()
+    for one in before.values():
+        one.step()
+    with Checkpointer(tmp_path / "ours", model, before) as checkpointer:
+        checkpointer.save(3)
+    assert call(str(tmp_path / "ours"), "export", form, str(tmp_path / "outside")).return_value == 0
+    assert call(str(tmp_path / "back"), "import", form, str(tmp_path / "outside")).return_value == 0
+    with Checkpointer(tmp_path / "back", model, after) as checkpointer:
+        checkpointer.restore(parts=["model", "optimizer"])
+    for name in before:
+        same_optimizer(before[name], after[name])
+
+
 def test_torchs_own_functions_read_what_is_exported(folder: str, tmp_path: Path) -> None:
     call(folder, "export", "dcp", str(tmp_path / "dcp"))
     model, optimizer = trained()

@@ -108,7 +108,7 @@ def read_safetensors(path: str) -> MemorySource:
         )
     model = {name: _tensor(entry, pages, f"{path}: '{name}'") for name, entry in header.items()}
     step = str(metadata.get("step", "")) if isinstance(metadata, dict) else ""
-    return MemorySource(path, model, None, int(step) if step.isdecimal() and len(step) < 19 else 0)
+    return MemorySource(path, model, {}, int(step) if step.isdecimal() and len(step) < 19 else 0)
 
 
 def _header(text: bytes, path: str) -> dict[str, Any]:
