@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from phalanx import Checkpointer, DistributedDataParallel
+from phalanx.errors import StateError
 from tests.cluster import run_ranks
 
 pytestmark = pytest.mark.timeout(60)
@@ -70,6 +71,9 @@ def test_extra_states_that_are_not_loaded_are_said(tmp_path: Path) -> None:
     assert restored.left_out == ["model '0._extra_state': saved, and the model has no such state"]
     with Checkpointer(tmp_path / "without", model) as checkpointer:
         restored = checkpointer.restore(skip=["0.weight", "0.bias"])
-    # A number before, a tensor now.
+    # A number before, a tensor now. A tensor that is missing is one of the model's.
     assert restored is not None and torch.equal(model[1].extra, torch.ones(3)) and model[0].extra == 5
     assert "model '0._extra_state': not in the checkpoint" in restored.left_out
+    with Checkpointer(tmp_path / "without", nn.Sequential(Scaled(torch.ones(3)), Scaled(0))) as checkpointer:
+        with pytest.raises(StateError, match=r"'0\._extra_state' is not in the checkpoint"):
+            checkpointer.restore(skip=["0.weight", "0.bias"])

@@ -153,6 +153,8 @@ class Restoration:
                 self._leave(f"model '{name}'", "skipped")
             else:
                 wrong.append(f"'{name}' was saved, and the model has no such tensor")
+        here = {name: state[keys[name]] for name in extra}
+        self._extra = self._match_extra(here, {name: saved[name] for name in extra & saved.keys()}, wrong)
         if wrong and choice.strict:
             shown = "; ".join(sorted(wrong)[:8]) + (f"; and {len(wrong) - 8} more" if len(wrong) > 8 else "")
             raise StateError(
@@ -160,11 +162,10 @@ class Restoration:
                 "names, skip= for what is to stay as it is, or strict=False."
             )
         self.result.left_out += [f"model: {line}" for line in sorted(wrong)]
-        self._extra = self._match_extra(extra, {name: saved[name] for name in extra & saved.keys()})
         self.result.left_out += choice.without_effect(source.model_names(), keys)
         return chosen
 
-    def _match_extra(self, here: Collection[str], tensors: Mapping[str, str]) -> dict[str, Any]:
+    def _match_extra(self, here: Mapping[str, Any], tensors: Mapping[str, str], wrong: list[str]) -> dict[str, Any]:
         """The extra states that are loaded. Of any kind and shape: what they may become only their modules know."""
         choice, found = self._choice, {name: self.source.whole(key).clone() for name, key in tensors.items()}
         found |= {choice.new_name(name): value for name, value in self.source.model_extra().items()}
@@ -175,7 +176,10 @@ class Restoration:
         for name in sorted({*found, *here}):
             if choice.skips(name):
                 self._leave(f"model '{name}'", "skipped")
+            elif name not in found and isinstance(here[name], torch.Tensor):
+                wrong.append(f"'{name}' is not in the checkpoint")
             elif name not in found:
+                # Files of safetensors can have none, and the models in them are whole.
                 self._leave(f"model '{name}'", "not in the checkpoint")
             elif name not in here:
                 self._leave(f"model '{name}'", "saved, and the model has no such state")
