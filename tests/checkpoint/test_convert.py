@@ -102,6 +102,27 @@ def test_there_and_back(folder: str, tmp_path: Path, form: str) -> None:
     same_optimizer(optimizer, fresh)
 
 
+@pytest.mark.parametrize("form", ["dcp", "torch"])
+def test_several_optimizers_there_and_back(tmp_path: Path, form: str) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+
+    def optimizers() -> dict[str, torch.optim.Optimizer]:
+        return {str(n): torch.optim.Adam(layer.parameters(), lr=0.1 * (n + 1)) for n, layer in enumerate(model)}
+
+    before, after = optimizers(), optimizers()
+    model(torch.ones(2, 3)).sum().backward()
+    for one in before.values():
+        one.step()
+    with Checkpointer(tmp_path / "ours", model, before) as checkpointer:
+        checkpointer.save(3)
+    assert call(str(tmp_path / "ours"), "export", form, str(tmp_path / "outside")).return_value == 0
+    assert call(str(tmp_path / "back"), "import", form, str(tmp_path / "outside")).return_value == 0
+    with Checkpointer(tmp_path / "back", model, after) as checkpointer:
+        checkpointer.restore(parts=["model", "optimizer"])
+    for name in before:
+        same_optimizer(before[name], after[name])
+
+
 def test_torchs_own_functions_read_what_is_exported(folder: str, tmp_path: Path) -> None:
     call(folder, "export", "dcp", str(tmp_path / "dcp"))
     model, optimizer = trained()
@@ -164,6 +185,10 @@ def test_safetensors(folder: str, tmp_path: Path) -> None:
         (lambda data: data[:8] + b"[" + data[9:], "damaged"),
         (lambda data: data.replace(b"F32", b"X32"), "X32"),
         (lambda data: data.replace(b'"shape":[20,8]', b'"shape":[2,-8]'), "does not fit"),
+        # The same bytes for two tensors; a shape beyond all numbers, for no bytes at all.
+        (lambda data: _with_entry(data, "U8", [640], [0, 640]), "some overlap"),
+        (lambda data: _with_entry(data, "F32", [0, 2**70], [0, 0]), "no tensor can have"),
+        (lambda data: _with_entry(data, "F32", [0, 2**62, 8], [0, 0]), "no tensor can have"),
     ],
 )
 def test_a_damaged_file_of_safetensors_is_refused(folder: str, tmp_path: Path, damage: Any, message: str) -> None:
@@ -176,6 +201,29 @@ def test_a_damaged_file_of_safetensors_is_refused(folder: str, tmp_path: Path, d
     with Checkpointer(tmp_path, model) as checkpointer, pytest.raises(StateError, match=message):
         checkpointer.restore(source=path)
     assert differing(dict(Tied(1).state_dict()), dict(model.state_dict())) == []
+
+
+def _with_entry(data: bytes, dtype: str, shape: list[int], offsets: list[int]) -> bytes:
+    length = int.from_bytes(data[:8], "little")
+    more = {"more": {"dtype": dtype, "shape": shape, "data_offsets": offsets}}
+    header = json.dumps(json.loads(data[8 : 8 + length]) | more).encode()
+    return len(header).to_bytes(8, "little") + header + data[8 + length :]
+
+
+@pytest.mark.parametrize(
+    "loaded",
+    [
+        {0: torch.ones(2)},
+        {"model": {}, "optimizer": {"state": "x", "param_groups": "y"}},
+        {"model": {}, "optimizer": {"state": {}, "param_groups": [{"lr": 1}]}},
+        {"model": {}, "optimizer": {"state": {0: 5}, "param_groups": [{"params": [0]}]}},
+    ],
+)
+def test_a_file_of_torch_with_something_else_in_it_is_named(tmp_path: Path, loaded: Any) -> None:
+    torch.save(loaded, tmp_path / "odd.pt")
+    with Checkpointer(tmp_path, nn.Linear(1, 1)) as checkpointer:
+        with pytest.raises(StateError, match=r"odd\.pt is no state of a model, or of a model and its optimizer"):
+            checkpointer.restore(source=tmp_path / "odd.pt")
 
 
 def saved_divided(rank: int, world: int, folder: str) -> dict[str, torch.Tensor]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -85,6 +86,13 @@ def test_a_policy_of_the_wrong_kind_is_refused_at_once(tmp_path: Path, keep: Any
         Checkpointer(tmp_path, Pair(0), keep=keep)
 
 
+def test_a_policy_in_numpys_numbers_is_one(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, Pair(1), keep=Keep(last=np.int64(1), every=np.int32(5))) as checkpointer:
+        for step in (5, 6, 7):
+            checkpointer.save(step)
+    assert checkpointer.steps() == [5, 7]
+
+
 def test_a_run_of_which_only_a_stopped_save_is_there_does_not_start_anew_in_silence(folder: Path) -> None:
     (save,) = folder.iterdir()
     (save / "COMMITTED").unlink()
@@ -120,6 +128,19 @@ def test_a_metric_that_nobody_has_deletes_nothing(folder: Path) -> None:
 # -- states ----------------------------------------------------------------------------------------
 
 
+def test_a_conjugate_is_not_taken_for_what_it_is_the_conjugate_of(tmp_path: Path) -> None:
+    model, again = nn.Module(), nn.Module()
+    for one in (model, again):
+        values = torch.randn(3, dtype=torch.complex64)
+        one.register_buffer("values", values)
+        one.register_buffer("conjugate", values.conj())
+    with Checkpointer(tmp_path, model) as checkpointer:
+        checkpointer.save(0)
+    with Checkpointer(tmp_path, again) as checkpointer:
+        checkpointer.restore()
+    assert torch.equal(model.get_buffer("values"), again.get_buffer("values"))
+
+
 def test_frozen_sets_and_windows_come_back_as_they_were() -> None:
     state = {"losses": deque([1.0, 2.0], maxlen=2), "seen": {frozenset({1, 2}): "a"}}
     tree, leaves = encode(state, "it")
@@ -128,6 +149,27 @@ def test_frozen_sets_and_windows_come_back_as_they_were() -> None:
     assert back == state
     back["losses"].append(3.0)
     assert list(back["losses"]) == [2.0, 3.0]
+
+
+@pytest.mark.parametrize(
+    "moment",
+    [np.datetime64("2026-01-02"), np.datetime64(7, "ns"), np.timedelta64(7, "ns"), np.timedelta64(7, "25s")],
+)
+def test_moments_come_back_with_their_units(moment: Any) -> None:
+    tree, _ = encode({"at": moment}, "it")
+    back = decode(json.loads(json.dumps(tree)), lambda path: torch.empty(0))["at"]
+    assert back == moment and back.dtype == moment.dtype
+    never = type(moment)("NaT", "ns")
+    tree, _ = encode(never, "it")
+    assert np.isnat(decode(json.loads(json.dumps(tree)), lambda path: torch.empty(0)))
+
+
+@pytest.mark.parametrize(
+    "value", [np.longdouble(1), np.ones(2, dtype=np.longdouble), np.array([(1, 2.0)], dtype=[("a", "i4"), ("b", "f4")])[0]]
+)
+def test_what_numpy_alone_can_hold_is_refused_when_it_is_saved(value: Any) -> None:
+    with pytest.raises(StateError, match=r"it has a numpy.* at 'a', which cannot be saved"):
+        encode({"a": value}, "it")
 
 
 class Picky:

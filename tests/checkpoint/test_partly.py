@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -241,3 +243,58 @@ def test_a_loader_that_cannot_go_on_is_refused_before_anything_is_changed(tmp_pa
             checkpointer.restore()
         assert torch.equal(model.weight, before)
         assert checkpointer.restore(parts=["model"]) is not None and not torch.equal(model.weight, before)
+
+
+def test_what_nobody_here_loads_is_said(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    with Checkpointer(tmp_path, model, optimizer, schedule, extra={"a": 1, "b": 2}) as checkpointer:
+        checkpointer.save(0)
+    with Checkpointer(tmp_path, model, optimizer) as reader:
+        assert _said(reader) == ["scheduler: saved, but there is none here", "extra: saved, but there is none here"]
+        assert _said(reader, parts=["model"]) == []
+    with Checkpointer(tmp_path, optimizer=optimizer, scheduler=schedule, extra={"a": 0}) as reader:
+        assert _said(reader, strict=False)[-2:] == [
+            "model: saved, but there is none here",
+            "extra 'b': saved, but there is none here",
+        ]
+
+
+def _said(reader: Checkpointer, **choice: Any) -> list[str]:
+    restored = reader.restore(**choice)
+    assert restored is not None
+    return restored.left_out
+
+
+def test_another_kind_of_generator_is_refused_before_anything_is_changed(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, nn.Linear(2, 2), extra={"noise": torch.Generator()}) as checkpointer:
+        checkpointer.save(0)
+    for other in (np.random.default_rng(0), random.Random(0)):
+        model = nn.Linear(2, 2)
+        before = model.weight.detach().clone()
+        with Checkpointer(tmp_path, model, extra={"noise": other}) as reader:
+            with pytest.raises(StateError, match=r"extra 'noise' is no state of a (Generator|Random)"):
+                reader.restore()
+        assert torch.equal(model.weight, before)
+
+
+def test_groups_of_other_options_do_not_become_one_in_silence(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    two = [{"params": list(layer.parameters()), "lr": 0.5 / n} for n, layer in enumerate(model, 1)]
+    with Checkpointer(tmp_path, model, torch.optim.SGD(two)) as checkpointer:
+        checkpointer.save(0)
+    one = torch.optim.SGD(model.parameters(), lr=0.7)
+    with Checkpointer(tmp_path, model, one) as reader:
+        with pytest.raises(StateError, match="group 0 has parameters of saved groups that differ in lr"):
+            reader.restore()
+        assert one.param_groups[0]["lr"] == 0.7
+        (said,) = _said(reader, strict=False)
+        assert "differ in lr" in said and one.param_groups[0]["lr"] == 0.5
+        assert len(_said(reader, skip="1.*")) == 2  # of one group, and those that were skipped
+    # Equal options are no reason to refuse: as those of an optimizer in backward, which has a group per parameter.
+    two[1]["lr"] = 0.5
+    with Checkpointer(tmp_path, model, torch.optim.SGD(two)) as checkpointer:
+        checkpointer.save(1)
+    with Checkpointer(tmp_path, model, one) as reader:
+        assert _said(reader) == []

@@ -280,6 +280,17 @@ def test_several_ranks_commit_without_a_rename(tmp_path: Path) -> None:
     assert run_ranks(2, through_fsspec, f"file://{tmp_path}") == [[], []]
 
 
+def test_new_folders_above_the_first_save_survive_a_power_cut(tmp_path: Path) -> None:
+    synced: list[str] = []
+    with Checkpointer(tmp_path / "runs" / "a", torch.nn.Linear(1, 1)) as checkpointer:
+        real = checkpointer._disk.sync_folder
+        checkpointer._disk.sync_folder = lambda path: (synced.append(path), real(path))[1]  # type: ignore[method-assign]
+        for step in (1, 2):
+            checkpointer.save(step)
+            checkpointer.wait()
+    assert synced == [str(tmp_path), str(tmp_path / "runs")]
+
+
 def test_an_unknown_protocol_and_options_that_mean_nothing_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="fsspec cannot reach"):
         Checkpointer("nonsense://x")

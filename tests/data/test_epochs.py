@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, RandomSampler, get_worker_info
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    get_worker_info,
+)
 
 import phalanx
 from phalanx.data.loader import Loader
@@ -52,6 +62,42 @@ def test_the_sampler_inside_a_batch_sampler_of_ones_own_hears_of_the_epoch() -> 
     sampler = DistributedSampler(Numbers(32), 1, 0, shuffle=True)
     loader = make(0, 1, DataLoader(Numbers(32), batch_sampler=BatchSampler(sampler, 8, False)), sharded=True)
     assert lists(loader) != lists(loader) and sampler.epoch == 1
+
+
+class Doubling(DataLoader[Any]):
+    """A DataLoader that does something to the batches on their way."""
+
+    def __iter__(self) -> Any:
+        return (2 * batch for batch in super().__iter__())
+
+
+def test_a_dataloader_that_iterates_in_its_own_way_is_not_left_out_in_silence() -> None:
+    given = Doubling(Numbers(4), 2)
+    with pytest.warns(UserWarning, match="rank 0: the DataLoader is a Doubling, whose own way to iterate is not used"):
+        make(0, 1, given)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert lists(make(0, 1, given, sharded=True)) == [[0, 2], [4, 6]]
+
+
+class ByNumpy(Sampler[int]):
+    """A sampler whose generator is one of numpy's."""
+
+    def __init__(self) -> None:
+        self.generator = np.random.default_rng(0)
+
+    def __len__(self) -> int:
+        return 6
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.generator.permutation(6).tolist())
+
+
+def test_a_sampler_may_hold_a_generator_of_another_kind() -> None:
+    sampler = ByNumpy()
+    loader = make(0, 1, DataLoader(Numbers(6), 6, sampler=sampler))
+    assert sorted(lists(loader)[0]) == list(range(6))
+    assert isinstance(sampler.generator, np.random.Generator)
 
 
 class ByEpoch(IterableDataset[int]):
@@ -109,3 +155,26 @@ def test_batches_of_a_stream_that_do_not_meet_their_like_count_by_their_samples(
     first, second = run_ranks(2, weights_of_halves)
     assert [size for size, _ in first] == [2, 2, 1, 2] and [size for size, _ in second] == [2, 2, 2]
     assert all(weight == size for size, weight in first + second)
+
+
+class Span(IterableDataset[int]):
+    """The stream of torch's documentation, of which a worker_init_fn gives each process a part."""
+
+    def __init__(self, start: int, end: int) -> None:
+        self.start, self.end = start, end
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.start, self.end))
+
+
+def take_a_part(number: int) -> None:
+    info = get_worker_info()
+    assert info is not None
+    size = (info.dataset.end - info.dataset.start) // info.num_workers
+    info.dataset.start += number * size
+    info.dataset.end = info.dataset.start + size
+
+
+def test_a_part_of_the_stream_that_worker_init_fn_sets_is_what_the_process_reads() -> None:
+    given = DataLoader(Span(0, 8), 2, num_workers=2, worker_init_fn=take_a_part, multiprocessing_context="fork")
+    assert sorted(one for batch in lists(make(0, 1, given)) for one in batch) == list(range(8))

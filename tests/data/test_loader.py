@@ -434,15 +434,19 @@ def test_nobody_gets_a_single_sample_of_an_epochs_rest_where_a_layer_refuses_it(
     assert run_ranks(2, normed) == [[[4, 5], [4, 4, 3], [1]], [[4, 4], [4, 4, 0], [1]]]
 
 
-def different_loaders(rank: int, world: int) -> str:
-    with pytest.raises(MismatchError) as caught:
-        make(rank, world, DataLoader(Numbers(10 + rank), 2))
-    return str(caught.value)
+def different_loaders(rank: int, world: int) -> list[str]:
+    found = []
+    for given in (DataLoader(Numbers(10 + rank), 2), DataLoader(Stream(10), 2, num_workers=1 + rank)):
+        with pytest.raises(MismatchError) as caught:
+            make(rank, world, given)
+        found.append(str(caught.value))
+    return found
 
 
 def test_loaders_that_differ_are_named() -> None:
-    for rank, said in enumerate(run_ranks(2, different_loaders)):
-        assert said.startswith(f"rank {rank}: the loader of rank 1 has samples 11, that of rank 0 10.")
+    for rank, (samples, processes) in enumerate(run_ranks(2, different_loaders)):
+        assert samples.startswith(f"rank {rank}: the loader of rank 1 has samples 11, that of rank 0 10.")
+        assert processes.startswith(f"rank {rank}: the loader of rank 1 has num_workers 2, that of rank 0 1.")
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 import phalanx
 from phalanx.data.loader import Loader
 from phalanx.data.values import Exchange
+from phalanx.errors import StateError
 from tests.cluster import run_ranks
 
 pytestmark = pytest.mark.timeout(60)
@@ -79,6 +80,28 @@ def test_what_is_not_dealt_out_resumes_with_its_own_shuffle_and_leaves_the_scrip
     rest, _ = numbers(resumed, noise)
     assert head + rest == second
     assert noise == expected, "the script's random numbers were touched"
+
+
+@pytest.mark.parametrize("kind", ["own", "stream"])
+def test_steps_of_another_size_are_no_place_to_go_on(kind: str) -> None:
+    """Two steps of four samples are not two of two: the samples between would be left out."""
+
+    def given(size: int, num_workers: int = 0) -> DataLoader[Any]:
+        data = Shuffling() if kind == "stream" else range(24)
+        return DataLoader(data, size, num_workers=num_workers)  # type: ignore[arg-type]
+
+    loader = make(given(2), sharded=kind == "own")
+    batches = iter(loader)
+    for _ in range(2):
+        next(batches)
+    state = loader.state_dict()
+    with pytest.raises(StateError, match=r"2 steps into epoch 0, .* were \[\[2, 1\]\], they are \[\[4, 1\]\]"):
+        make(given(4), sharded=kind == "own").load_state_dict(state)
+    if kind == "stream":
+        with pytest.raises(StateError, match=r"were \[\[2, 1\]\], they are \[\[2, 2\]\]"):
+            make(given(2, 2)).load_state_dict(state)
+    make(given(2, 1), sharded=kind == "own").load_state_dict(state)
+    make(given(4), sharded=kind == "own").load_state_dict({**state, "epoch": 1, "position": 0})
 
 
 def test_a_loop_that_was_left_by_break_is_over_in_the_saved_state_too() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -71,6 +71,20 @@ def gather_different(rank: int, world: int) -> str:
 def test_tensors_that_cannot_be_joined_are_named_on_every_rank() -> None:
     for rank, said in enumerate(run_ranks(2, gather_different)):
         assert said.startswith(f"rank {rank}: gather got torch.float32 of shape (2, 4) from rank 1"), said
+
+
+class Scores(NamedTuple):
+    right: torch.Tensor
+    names: list[str]
+
+
+def test_what_is_gathered_keeps_its_names_and_shows_what_it_showed() -> None:
+    exchange = Exchange(0, 1, CPU)
+    found = exchange.gather(Scores(torch.ones(2), ["a"]))
+    assert type(found) is Scores and found.names == ["a"]
+    wave = torch.randn(3, dtype=torch.complex64)
+    assert torch.equal(exchange.gather(wave.conj()), wave.conj().resolve_conj())
+    assert torch.equal(exchange.gather(wave.conj().imag), -wave.imag)
 
 
 def test_a_world_of_one_needs_no_group() -> None:

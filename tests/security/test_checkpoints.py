@@ -74,6 +74,8 @@ FORGERIES: dict[str, Forgery] = {
     "a number that is none": lambda m: _state(m)["step"].__setitem__("value", "x"),
     "one place many times": lambda m: m["extents"].extend(100 * m["extents"]),
     "a step without end": lambda m: m["about"].__setitem__("step", float("inf")),
+    "so many bytes that no time is long enough": lambda m: m["about"].__setitem__("total_bytes", 1e300),
+    "fewer bytes than none": lambda m: m["about"].__setitem__("total_bytes", -1),
 }
 
 

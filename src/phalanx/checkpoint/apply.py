@@ -20,9 +20,9 @@ from ..plan import BucketPlan
 from ..plan.params import gradient_dtype
 from ..zero.optimizer import ZeroRedundancyOptimizer
 from ..zero.partition.element import ElementPartition
-from .capture import STATES, Subject
+from .capture import STATES, Subject, place_of
 from .optimizers import OptimizerLoad
-from .randomness import check_randomness, seed_like, set_generator_state, set_randomness
+from .randomness import check_generator_state, check_randomness, seed_like, set_generator_state, set_randomness
 from .reshard import renamed
 from .source import Source
 
@@ -107,11 +107,18 @@ class Restoration:
         if unknown:
             raise StateError(f"parts may be {', '.join(sorted(known))}; got {', '.join(sorted(unknown))}.")
         self._model: dict[str, str] = {}
+        self._own_state: dict[str, Any] = {}  # what this rank had saved of the model for itself, by saved names
+        self._extra: dict[str, Any] = {}
         if subject.model is not None and choice.wants(MODEL):
+            own = source.own("buffers", rank if self._same_world else 0) or {}
+            self._own_state = own if self._same_world else {}
             self._model = self._match_model()
+            for name in () if self._same_world else sorted(own):
+                self._leave(f"model '{name}'", "each rank had its own; every rank has loaded rank 0's")
         self._optimizers: list[OptimizerLoad] = []
         if choice.wants(OPTIMIZER):
             self._match_optimizers()
+        self._states: dict[str, Any] = {}  # of what has states of its own, by component
         self._check_parts()
 
     def _leave(self, what: str, why: str) -> None:
@@ -125,7 +132,8 @@ class Restoration:
         saved = self._renamed(source.model_names())
         state = self._subject.model.state_dict(keep_vars=True)  # type: ignore[union-attr]
         keys = self._subject.model_keys()
-        wanted = {name: state[key] for name, key in keys.items() if isinstance(state[key], torch.Tensor)}
+        extra = self._subject.extra_names()
+        wanted = {name: state[key] for name, key in keys.items() if name not in extra}
         chosen: dict[str, str] = {}
         wrong: list[str] = []
         for name, tensor in wanted.items():
@@ -140,11 +148,13 @@ class Restoration:
                 wrong.append(f"'{name}' has shape {tuple(tensor.shape)}, saved was {shape}")
             else:
                 chosen[name] = saved[name]
-        for name in saved.keys() - wanted.keys():
+        for name in saved.keys() - keys.keys():
             if choice.skips(name):
                 self._leave(f"model '{name}'", "skipped")
             else:
                 wrong.append(f"'{name}' was saved, and the model has no such tensor")
+        here = {name: state[keys[name]] for name in extra}
+        self._extra = self._match_extra(here, {name: saved[name] for name in extra & saved.keys()}, wrong)
         if wrong and choice.strict:
             shown = "; ".join(sorted(wrong)[:8]) + (f"; and {len(wrong) - 8} more" if len(wrong) > 8 else "")
             raise StateError(
@@ -152,7 +162,29 @@ class Restoration:
                 "names, skip= for what is to stay as it is, or strict=False."
             )
         self.result.left_out += [f"model: {line}" for line in sorted(wrong)]
-        self.result.left_out += choice.without_effect(source.model_names(), wanted)
+        self.result.left_out += choice.without_effect(source.model_names(), keys)
+        return chosen
+
+    def _match_extra(self, here: Mapping[str, Any], tensors: Mapping[str, str], wrong: list[str]) -> dict[str, Any]:
+        """The extra states that are loaded. Of any kind and shape: what they may become only their modules know."""
+        choice, found = self._choice, {name: self.source.whole(key).clone() for name, key in tensors.items()}
+        found |= {choice.new_name(name): value for name, value in self.source.model_extra().items()}
+        for name, value in self._own_state.items():
+            if choice.new_name(name) in here:
+                found[choice.new_name(name)] = value
+        chosen = {}
+        for name in sorted({*found, *here}):
+            if choice.skips(name):
+                self._leave(f"model '{name}'", "skipped")
+            elif name not in found and isinstance(here[name], torch.Tensor):
+                wrong.append(f"'{name}' is not in the checkpoint")
+            elif name not in found:
+                # Files of safetensors can have none, and the models in them are whole.
+                self._leave(f"model '{name}'", "not in the checkpoint")
+            elif name not in here:
+                self._leave(f"model '{name}'", "saved, and the model has no such state")
+            else:
+                chosen[name] = found[name]
         return chosen
 
     def _renamed(self, saved: Mapping[str, str]) -> dict[str, str]:
@@ -184,14 +216,32 @@ class Restoration:
                 self._leave(label, "saved, but there is no such optimizer here")
 
     def _check_parts(self) -> None:
-        """Ask those that can say so, as our loader, whether they will load what was saved."""
-        for name, part in self._subject.parts.items():
-            check = getattr(part, "check_state_dict", None)
-            state = self._saved_by(name) if check is not None and self._choice.wants(name) else None
+        """Read what is neither model nor optimizer; ask those that can say so, as our loader, whether they load it."""
+        rank = self._rank if self._same_world else 0
+        for name in filter(self._choice.wants, (*self._subject.parts, *(["extra"] if self._subject.extra else []))):
+            self._states[name] = state = self.source.own(name, rank)
+            check = getattr(self._subject.parts.get(name), "check_state_dict", None)
             if check is not None and state is not None:
                 check(state)
+        extra = self._states.get("extra")
+        if not isinstance(extra, dict | None):
+            raise StateError(f"{self.source.where}: what was saved as extra is a {type(extra).__name__}, expected a dict.")
+        for name, target in self._subject.extra.items():
+            if extra is not None and name in extra:
+                check_generator_state(target, extra[name], f"{self.source.where}: extra '{name}'")
+        self._leave_unclaimed()
         if self._choice.wants(RANDOM) and self.source.texts[0].get(RANDOM) is not None:
             check_randomness(self.source.own(RANDOM, self._rank if self._rank < self.source.world else 0))
+
+    def _leave_unclaimed(self) -> None:
+        """Say what was saved and has nobody here to load it."""
+        saved = self.source.texts[self._rank if self._same_world else 0]
+        claimed = {*self._subject.parts, *(["extra"] if self._subject.extra else [])}
+        for name in ("scheduler", "loader", "extra"):
+            if name in saved and name not in claimed and self._choice.wants(name):
+                self._leave(name, "saved, but there is none here")
+        if self._subject.model is None and self._choice.wants(MODEL) and self.source.model_names():
+            self._leave(MODEL, "saved, but there is none here")
 
     # -- changes -------------------------------------------------------------------------------
 
@@ -228,31 +278,23 @@ class Restoration:
         assert self._subject.model is not None, "there is a model to load"
         keys = self._subject.model_keys()
         # Views of the file: torch copies them into the model's own memory, tensor by tensor.
-        state: dict[str, Any] = {keys[name]: self.source.whole(key) for name, key in self._model.items()}
-        for name, value in self.source.model_extra().items():
-            if self._choice.new_name(name) in keys:
-                state[keys[self._choice.new_name(name)]] = value
+        state = {keys[name]: value for name, value in self._extra.items()}
+        for name, key in self._model.items():
+            own = self._own_state.get(key.removeprefix("model/"))
+            state[keys[name]] = self.source.whole(key) if own is None else own
         self._subject.model.load_state_dict(state, strict=False)
-        own = self.source.own("buffers", self._rank) if self._same_world else None
-        params = self._subject.model.state_dict(keep_vars=True)
-        for name, value in (own or {}).items():
-            if self._choice.new_name(name) in self._model:
-                params[keys[self._choice.new_name(name)]].detach().copy_(value)
 
     def _own(self, component: str) -> Any:
         """What this rank saved for itself. On another number of ranks, what rank 0 did."""
         if not self._choice.wants(component):
             return None
-        found = self._saved_by(component)
+        found = self._states.get(component)
         if found is not None and not self._same_world:
             ranks = "one rank" if self.source.world == 1 else f"{self.source.world} ranks"
             self._leave(component, f"saved by {ranks}; every rank has loaded rank 0's")
         if found is None:
             self._leave(component, "not in the checkpoint")
         return found
-
-    def _saved_by(self, component: str) -> Any:
-        return self.source.own(component, self._rank if self._same_world else 0)
 
     def _load_extra(self) -> None:
         saved = self._own("extra") if self._subject.extra else None
@@ -266,6 +308,8 @@ class Restoration:
                 set_generator_state(target, saved[name])
             else:
                 self.result.values[name] = saved[name]
+        for name in sorted((saved or {}).keys() - self._subject.extra.keys()):
+            self._leave(f"extra '{name}'", "saved, but there is none here")
 
     def _resume_plan(self) -> None:
         ddp = self._subject.ddp
@@ -328,9 +372,8 @@ class Restoration:
 def _twin(name: str, tensors: Mapping[str, torch.Tensor]) -> str | None:
     """The first other name of the same memory: loading that one loads this."""
     mine = tensors[name]
-    place = (mine.data_ptr(), mine.shape, mine.stride(), mine.dtype)
     for other, tensor in tensors.items():
-        if other != name and mine.numel() and (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype) == place:
+        if other != name and mine.numel() and place_of(tensor) == place_of(mine):
             return other
     return None
 

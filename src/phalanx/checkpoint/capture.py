@@ -73,14 +73,22 @@ class Subject:
         named = [] if self.model is None else self.model.named_parameters()
         return {param: name.replace(_COMPILED, "") for name, param in named}
 
+    def extra_names(self) -> set[str]:
+        """What the model's state has beside parameters and buffers: what its get_extra_state() return, of any kind."""
+        if self.model is None:
+            return set()
+        named = (self.model.named_parameters, self.model.named_buffers)
+        known = {name.replace(_COMPILED, "") for names in named for name, _ in names(remove_duplicate=False)}
+        return self.model_keys().keys() - known
+
     def own_names(self) -> set[str]:
-        """Of the model's tensors, those that may differ between ranks because nobody makes them alike."""
+        """Of the model's state, what may differ between ranks because nobody makes it alike."""
         if self.model is None or self.wrapper is None:
             return set()
         ignored = set(getattr(self.wrapper, "parameters_to_ignore", ()))
         synced = getattr(self.wrapper, "forward_sync_buffers", getattr(self.wrapper, "broadcast_buffers", True))
         buffers = {name for name, _ in self.model.named_buffers()}
-        return {name.replace(_COMPILED, "") for name in (ignored if synced else ignored | buffers)}
+        return {name.replace(_COMPILED, "") for name in (ignored if synced else ignored | buffers)} | self.extra_names()
 
     def check_idle(self) -> None:
         """Raise unless this is a moment between two steps, of which a checkpoint can tell everything."""
@@ -242,8 +250,8 @@ def capture(subject: Subject, rank: int) -> Captured:
     return found
 
 
-def capture_learnt(subject: Subject, rank: int) -> tuple[Captured, dict[str, torch.Tensor]]:
-    """Model and optimizers; and those of the model's tensors that are this rank's own, by name."""
+def capture_learnt(subject: Subject, rank: int) -> tuple[Captured, dict[str, Any]]:
+    """Model and optimizers; and what of the model's state is this rank's own, by name."""
     found = Captured()
     buffers = {} if subject.model is None else _capture_model(subject, found, rank == 0)
     names, own_names = subject.param_names(), subject.own_names()
@@ -260,12 +268,12 @@ def state_of(value: Any) -> Any:
     return value if state is None else state
 
 
-def _capture_model(subject: Subject, found: Captured, tells: bool) -> dict[str, torch.Tensor]:
-    """Adds the model; returns those of its tensors that are this rank's own."""
+def _capture_model(subject: Subject, found: Captured, tells: bool) -> dict[str, Any]:
+    """Adds the model; returns what of its state is this rank's own."""
     assert subject.model is not None, "there is a model to capture"
     state, own_names = subject.model.state_dict(), subject.own_names()
     alike = {name.replace(_COMPILED, "") for name, _ in subject.model.named_parameters(remove_duplicate=False)} - own_names
-    own: dict[str, torch.Tensor] = {}
+    own: dict[str, Any] = {}
     extra: dict[str, Any] = {}
     aliases: dict[str, str] = {}
     seen: dict[tuple[Any, ...], str] = {}
@@ -273,9 +281,11 @@ def _capture_model(subject: Subject, found: Captured, tells: bool) -> dict[str, 
         value = state[key]
         if not isinstance(value, torch.Tensor):
             extra[name] = value
+            if name in own_names:
+                own[name] = value
             continue
         # One memory under two names is one parameter, used twice.
-        place = (value.data_ptr(), value.dtype, value.shape, value.stride())
+        place = place_of(value)
         if value.numel() and seen.setdefault(place, name) != name:
             aliases[name] = seen[place]
             continue
@@ -287,9 +297,16 @@ def _capture_model(subject: Subject, found: Captured, tells: bool) -> dict[str, 
         if name in own_names:
             own[name] = value
     tree, leaves = encode(extra, "the model's extra state")
-    found.alike += [whole_piece(f"model_extra/{path}", leaf) for path, leaf in leaves.items()]
+    if tells:
+        # As the text beside it, rank 0's: nobody makes ranks' extra states alike, and half of each would be nobody's.
+        found.own += [whole_piece(f"model_extra/{path}", leaf) for path, leaf in leaves.items()]
     found.texts["model"] = {"aliases": aliases, "extra": tree}
     return own
+
+
+def place_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Equal for tensors that are one memory, read alike. A conjugate is the same memory, read otherwise."""
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg()
 
 
 def _training_of(subject: Subject) -> dict[str, Any]:

@@ -177,7 +177,7 @@ class Checkpointer:
     def _new_name(self, step: int) -> str:
         """The name of the next save. Raises CheckpointError if there can be none here."""
         try:
-            self._disk.make_folder(self.folder)
+            self._disk.make_root(self.folder)
             return str(SaveName(next_number(self._disk, self.folder), step, secrets.token_hex(4)))
         except OSError as error:
             text = f"{self.folder} cannot be written: {error.strerror or error}. Nothing was saved."

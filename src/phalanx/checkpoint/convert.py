@@ -147,7 +147,7 @@ def _with_lists(value: Any) -> Any:
 
 def write_source(source: MemorySource, disk: Disk, folder: str, step: int | None = None) -> SaveName:
     """A state from elsewhere as a checkpoint of one rank in `folder`; returns its name."""
-    disk.make_folder(folder)
+    disk.make_root(folder)
     number = int(source.about["step"]) if step is None else step
     name = SaveName(next_number(disk, folder), number, secrets.token_hex(4))
     layout = lay_out(source.pieces)

@@ -238,6 +238,8 @@ class OptimizerLoad:
                     )
                 if name is None:
                     self.left_out.append(f"{self._label} '{new}': not in the checkpoint")
+            loaded = [name for name, new in zip(names, shown, strict=True) if name is not None and not choice.skips(new)]
+            self._check_options([source_groups[name]["options"] for name in loaded], number, choice.strict)
             first = next((name for name in names if name is not None), None)
             tree = source_groups[first]["options"] if first is not None else {}
             options = decode(tree, _no_leaf)
@@ -245,6 +247,19 @@ class OptimizerLoad:
                 raise TypeError(f"the options of group {number} are {options!r:.60}")
             found.append(options)
         return found
+
+    def _check_options(self, trees: Sequence[Mapping[str, Any]], number: int, strict: bool) -> None:
+        """A group of parameters from several saved ones takes the options of one. Refuse if the others had others."""
+        differing = {key for tree in trees for key in {*tree, *trees[0]} if tree.get(key) != trees[0].get(key)}
+        if not differing:
+            return
+        text = f"group {number} has parameters of saved groups that differ in {', '.join(sorted(differing))}"
+        if strict:
+            raise StateError(
+                f"{self._source.where} does not fit the {self._label}: {text}. Make the groups as they were, or give "
+                "strict=False for the options of the first parameter's."
+            )
+        self.left_out.append(f"{self._label}: {text}; it has those of its first parameter's")
 
     def _check_keys(self, found: Collection[str], name: str) -> None:
         keys = state_keys(self._class())

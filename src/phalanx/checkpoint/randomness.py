@@ -126,6 +126,19 @@ def generator_state(value: Any) -> Any:
     return None
 
 
+def check_generator_state(value: Any, state: Any, what: str) -> None:
+    """Refuse, for a generator, what it cannot be set to. Anything else may have any state."""
+    try:
+        if isinstance(value, torch.Generator):
+            torch.Generator(value.device).set_state(state)
+        elif isinstance(value, np.random.Generator):
+            type(value.bit_generator)().state = state
+        elif isinstance(value, random.Random):
+            random.Random().setstate(state)
+    except (TypeError, ValueError, LookupError, RuntimeError, AttributeError, OverflowError) as error:
+        raise StateError(f"{what} is no state of a {type(value).__name__}: {error!r:.200}") from error
+
+
 def set_generator_state(value: Any, state: Any) -> None:
     """Set what `generator_state` returned."""
     if isinstance(value, torch.Generator):

@@ -101,9 +101,14 @@ def read_safetensors(path: str) -> MemorySource:
     except OSError as error:
         raise StateError(f"{path} cannot be read: {error}") from error
     metadata = header.pop(_METADATA, None) or {}
+    if (used := sum(_length(entry) for entry in header.values())) > len(pages):
+        # Each tensor is copied: entries of the same bytes would make a small file fill any memory.
+        raise StateError(
+            f"{path} has entries for {used} bytes, which does not fit {len(pages)} of data: truncated, or some overlap."
+        )
     model = {name: _tensor(entry, pages, f"{path}: '{name}'") for name, entry in header.items()}
     step = str(metadata.get("step", "")) if isinstance(metadata, dict) else ""
-    return MemorySource(path, model, None, int(step) if step.isdecimal() and len(step) < 19 else 0)
+    return MemorySource(path, model, {}, int(step) if step.isdecimal() and len(step) < 19 else 0)
 
 
 def _header(text: bytes, path: str) -> dict[str, Any]:
@@ -116,6 +121,15 @@ def _header(text: bytes, path: str) -> dict[str, Any]:
     return header
 
 
+def _length(entry: Any) -> int:
+    """How many bytes of data an entry is for; 0 for one that is malformed, which is refused by itself."""
+    offsets = entry.get("data_offsets") if isinstance(entry, dict) else None
+    if not isinstance(offsets, list) or len(offsets) != 2 or not all(type(one) is int for one in offsets):
+        return 0
+    begin, end = map(int, offsets)
+    return max(0, end - begin)
+
+
 def _tensor(entry: Any, data: memoryview, what: str) -> torch.Tensor:
     try:
         dtype, shape, (begin, end) = _DTYPES[entry["dtype"]], list(entry["shape"]), entry["data_offsets"]
@@ -126,6 +140,9 @@ def _tensor(entry: Any, data: memoryview, what: str) -> torch.Tensor:
     if not fits or end > len(data):
         raise StateError(f"{what} has the entry {entry!r:.120}, which does not fit {len(data)} bytes of data: truncated?")
     if begin == end:
-        return torch.empty(shape, dtype=dtype)
+        try:
+            return torch.empty(shape, dtype=dtype)
+        except (TypeError, RuntimeError) as error:  # of sizes that nothing can have
+            raise StateError(f"{what} has the shape {shape!r:.120}, which no tensor can have.") from error
     # Not by frombuffer with the dtype: data may begin at any byte, and torch reads whole elements from aligned memory only.
     return torch.frombuffer(bytearray(data[begin:end]), dtype=dtype).view(shape)

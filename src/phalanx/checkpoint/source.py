@@ -160,7 +160,9 @@ class CheckpointSource(Source):
 class MemorySource(Source):
     """A state in memory, as whole tensors: from a file of torch's, or of another format."""
 
-    def __init__(self, where: str, model: Mapping[str, Any], optimizer: Mapping[str, Any] | None, step: int = 0) -> None:
+    def __init__(
+        self, where: str, model: Mapping[str, Any], optimizers: Mapping[str, Mapping[str, Any]], step: int = 0
+    ) -> None:
         self.where, self.about, self.infos = where, {"step": step}, {}
         self.pieces: list[Piece] = []
         extra = {name: value for name, value in model.items() if not isinstance(value, torch.Tensor)}
@@ -171,17 +173,17 @@ class MemorySource(Source):
         for path, leaf in leaves.items():
             self._add(whole_piece(f"model_extra/{path}", leaf))
         self.texts = [{"model": {"aliases": {}, "extra": tree}}]
-        if optimizer is not None:
-            self.texts[0]["optimizer"] = self._optimizer(optimizer, model)
+        for label, saved in optimizers.items():
+            self.texts[0][label] = self._optimizer(label, saved, model)
         self._values = {piece.key: piece.values for piece in self.pieces}
 
     def _add(self, piece: Piece) -> None:
         self.infos[piece.key] = piece.info
         self.pieces.append(piece)
 
-    def _optimizer(self, saved: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
+    def _optimizer(self, label: str, saved: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
         if not {"state", "param_groups"} <= set(saved):
-            raise StateError(f"{self.where}: not an optimizer's state: it has {sorted(map(str, saved))}.")
+            raise StateError(f"{self.where}: {label} is not an optimizer's state: it has {sorted(map(str, saved))}.")
         names: dict[Any, str] = {}
         groups = []
         for group in saved["param_groups"]:
@@ -199,7 +201,7 @@ class MemorySource(Source):
             like = known if isinstance(known, torch.Tensor) else _largest(state)
             states[name], leaves = describe(dict(state), like, f"{self.where}: '{name}'")
             for path, leaf in leaves.items():
-                self._add(whole_piece(f"optimizer/{name}/{path}", leaf))
+                self._add(whole_piece(f"{label}/{name}/{path}", leaf))
         return {"class": "", "groups": groups, "states": states}
 
     def flat(self, key: str, start: int, stop: int) -> torch.Tensor:
@@ -264,13 +266,26 @@ def source_of(where: str, loaded: Any) -> MemorySource:
     """A state that was loaded by other means, in one of the forms that people use."""
     if not isinstance(loaded, Mapping):
         raise StateError(f"{where} holds a {type(loaded).__name__}, expected a state_dict or a dict of them.")
-    optimizer = next((loaded[key] for key in _OPTIMIZER_KEYS if isinstance(loaded.get(key), Mapping)), None)
+    try:
+        return _taken_apart(where, loaded)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        if isinstance(error, PhalanxError):
+            raise
+        raise StateError(f"{where} is no state of a model, or of a model and its optimizer: {error!r}.") from error
+
+
+def _taken_apart(where: str, loaded: Mapping[Any, Any]) -> MemorySource:
+    states = {key: value for key, value in loaded.items() if isinstance(value, Mapping)}
+    # Several have labels, in what we export.
+    optimizers = {key: value for key, value in states.items() if str(key).startswith("optimizer:")}
+    if found := [states[key] for key in _OPTIMIZER_KEYS if key in states]:
+        optimizers["optimizer"] = found[0]
     model = next((loaded[key] for key in _MODEL_KEYS if isinstance(loaded.get(key), Mapping)), None)
     if model is None:
-        model = {} if optimizer is not None else loaded
+        model = {} if optimizers else loaded
     step = loaded["step"] if type(loaded.get("step")) is int else 0
     plain = {key.replace("_orig_mod.", ""): value for key, value in model.items()}
     # Saved from a wrapper.
     if plain and all(key.startswith("module.") for key in plain):
         plain = {key.removeprefix("module."): value for key, value in plain.items()}
-    return MemorySource(where, plain, optimizer, step)
+    return MemorySource(where, plain, optimizers, step)

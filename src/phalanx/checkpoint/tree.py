@@ -34,8 +34,9 @@ def encode(value: Any, what: str) -> tuple[Any, dict[str, torch.Tensor]]:
 
 def _encode(value: Any, path: str, what: str, leaves: dict[str, torch.Tensor]) -> Any:
     # Before numbers: numpy's float64 is also a float, and would come back as one.
-    if isinstance(value, np.generic):
-        number = value.item()
+    if isinstance(value, np.generic) and _is_of_numpy(value.dtype, _SCALARS):
+        # A moment as numpy keeps it: Python's have no nanoseconds, and a number alone no unit.
+        number = int(value.view(np.int64)) if value.dtype.kind in _TIMES else value.item()
         return {"@scalar": [value.dtype.str, _encode(number, path, what, leaves)]}
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
@@ -44,7 +45,7 @@ def _encode(value: Any, path: str, what: str, leaves: dict[str, torch.Tensor]) -
         if not data.dim():
             return {"@number": [str(data.dtype).removeprefix("torch."), _encode(data.item(), path, what, leaves)]}
         return {"@tensor": _put(data, path, leaves)}
-    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
+    if isinstance(value, np.ndarray) and _is_of_numpy(value.dtype, _NUMBERS):
         # Its memory may be read-only, or in the other order of bytes, which torch refuses.
         array = np.array(value, dtype=value.dtype.newbyteorder("="), order="C")
         return {"@array": _put(torch.from_numpy(array), path, leaves)}
@@ -67,6 +68,16 @@ def _put(leaf: torch.Tensor, path: str, leaves: dict[str, torch.Tensor]) -> str:
         path += "'"
     leaves[path] = leaf
     return path
+
+
+# By numpy's letters for kinds: what an array may have in it, and what may stand alone.
+_NUMBERS, _TIMES = "biufc", "mM"
+_SCALARS = f"{_NUMBERS}SU{_TIMES}"
+
+
+def _is_of_numpy(dtype: Any, kinds: str) -> bool:
+    """Whether values of `dtype` can be saved. Not long doubles, which neither Python nor torch can hold."""
+    return dtype.kind in kinds and dtype.char not in "gG"
 
 
 _SEQUENCES: dict[type, str] = {tuple: "@tuple", set: "@set", frozenset: "@frozenset", deque: "@deque"}
@@ -150,7 +161,9 @@ def _decode_rare(form: str, content: Any, leaf: Leaf) -> Any:
 def _scalar_type(name: Any) -> Callable[[Any], Any]:
     # Not of any kind: a void of numpy's takes a number for the bytes it is to have, as many as a file says.
     kind = np.dtype(name)
-    if kind.kind not in "biufcSUmM":
+    if not _is_of_numpy(kind, _SCALARS):
         raise StateError(f"a saved state has a number of numpy's dtype {name!r:.60}, which is never saved.")
+    if kind.kind in _TIMES:
+        return lambda number: np.int64(number).view(kind)
     made: Callable[[Any], Any] = kind.type
     return made

@@ -23,7 +23,7 @@ from ..comm.failure.folding import users_stacklevel
 from ..ddp import DistributedDataParallel
 from ..ddp.structure import map_tensors
 from ..errors import ArgumentTypeError, ConfigError, MismatchError, StateError
-from .sources import Batch, Settings, Source, kind_of, source_of
+from .sources import Batch, Settings, Source, Stream, kind_of, source_of
 from .values import Exchange
 
 _ENDINGS = ("weight", "join", "drop")
@@ -243,6 +243,7 @@ class Loader:
             "seeds": list(self._source.seeds),
             "order": (self._expected_digest or self._source.digest) if position else "",
             "world": self._exchange.world,
+            **({"steps": self._source.steps} if any(self._source.steps) else {}),
             **ended,
         }
 
@@ -267,6 +268,13 @@ class Loader:
             raise StateError(
                 f"a stream that was read on {state['world']} ranks stands in the middle of epoch {state['epoch']} and "
                 f"cannot be taken up on {self._exchange.world}. Use as many ranks, or begin the next epoch with set_epoch."
+            )
+        steps = state.get("steps", self._source.steps)
+        if state["position"] and steps != self._source.steps:
+            raise StateError(
+                f"the state stands {state['position']} steps into epoch {state['epoch']}, and another number of samples "
+                f"into it here: [batch size, processes] of each rank were {steps!r:.80}, they are {self._source.steps}. Use "
+                "the same batch_size and num_workers, or begin the next epoch with set_epoch."
             )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -314,7 +322,7 @@ class Loader:
 
     def _warn_of_ending(self) -> None:
         """Say at once what an epoch would end with, or would not have at all or not anew: an epoch may take hours."""
-        for hazard in (self._source.hazard(), self._source.staleness):
+        for hazard in (self._source.hazard(), self._source.staleness, self._source.bypass):
             if hazard and self._exchange.rank == 0:
                 warnings.warn(f"rank 0: {hazard}", stacklevel=users_stacklevel())
 
@@ -329,6 +337,8 @@ class Loader:
             # Data of each rank's own comes in batches of its own, and ends where it ends.
             "batch size": None if sharded else given.batch_size,
             "drop_last": None if sharded else bool(given.drop_last),
+            # Each process of one that reads a stream deals out a part of it.
+            "num_workers": max(1, given.num_workers) if kind_of(given, sharded) is Stream else None,
             "kind": kind_of(given, sharded).unit,
             # Rank 0's order is everybody's: what another rank asks for would have no effect.
             "sampler": None if sharded else type(given.sampler).__name__,

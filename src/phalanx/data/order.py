@@ -85,13 +85,14 @@ class EpochOrder:
 def _seeded(sampler: Any, seed: int) -> Iterator[None]:
     """Torch's random numbers and the generators of a sampler, and of the one inside it, start from `seed` meanwhile."""
     both: tuple[Any, ...] = (sampler, getattr(sampler, "sampler", None))
-    parts = [part for part in both if hasattr(part, "generator")]
+    # Of torch's kind only: a sampler with one of numpy's is not made for another.
+    parts = [part for part in both if isinstance(getattr(part, "generator", None), torch.Generator)]
     before = [part.generator for part in parts]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
-            for part, generator in zip(parts, before, strict=True):
-                part.generator = None if generator is None else torch.Generator().manual_seed(seed)
+            for part in parts:
+                part.generator = torch.Generator().manual_seed(seed)
             yield
         finally:
             for part, generator in zip(parts, before, strict=True):

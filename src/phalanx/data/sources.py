@@ -75,8 +75,14 @@ class Source(abc.ABC):
         self._generator = torch.Generator()
         samplers = (given.sampler, getattr(given.batch_sampler, "sampler", None))
         generators = [getattr(sampler, "generator", None) for sampler in samplers]
-        self.seeds: list[int] = exchange.all_objects(initial_seed(*generators, given.generator))
+        said = exchange.all_objects((initial_seed(*generators, given.generator), self._steps_of(given)))
+        self.seeds: list[int] = [seed for seed, _ in said]
         """Where each rank's random numbers start. Rank 0's is everybody's, except for data of each rank's own."""
+        self.steps: list[list[Any]] = [steps for _, steps in said]
+        """Of each rank, what a position in steps depends on: batch size and processes. Empty for other positions."""
+
+    def _steps_of(self, given: DataLoader[Any]) -> list[Any]:
+        return []
 
     @abc.abstractmethod
     def __len__(self) -> int:
@@ -103,6 +109,18 @@ class Source(abc.ABC):
     def digest(self) -> str:
         """Of the order under way; "" where a source has no order of its own."""
         return ""
+
+    @property
+    def bypass(self) -> str:
+        """What the user's DataLoader does in its own way to iterate, and nobody calls here, in words."""
+        own = type(self._given)
+        if own.__iter__ is DataLoader.__iter__ and own._get_iterator is DataLoader._get_iterator:
+            return ""
+        return (
+            f"the DataLoader is a {own.__name__}, whose own way to iterate is not used: batches come from one of torch's "
+            "with its settings. What it does to them belongs into collate_fn or the dataset, or pass sharded=True to keep "
+            "it."
+        )
 
     @property
     def staleness(self) -> str:
@@ -283,6 +301,10 @@ class Stream(Source):
             collate_fn=CollateDealt(given.collate_fn),
         )
 
+    def _steps_of(self, given: DataLoader[Any]) -> list[Any]:
+        size, num_readers = _steps_of(given)
+        return [size // self._exchange.world if size and self._settings.split_batches else size, num_readers]
+
     def __len__(self) -> int:
         total = len(self._given.dataset)  # type: ignore[arg-type]  # TypeError for a stream without a length, as torch's
         rank, world, ending = self._exchange.rank, self._exchange.world, self._settings.ending
@@ -303,6 +325,10 @@ class Own(Source):
 
     unit = "own steps"
     _remedy = ""  # the DataLoader is the user's own
+    bypass = ""
+
+    def _steps_of(self, given: DataLoader[Any]) -> list[Any]:
+        return _steps_of(given)
 
     def __len__(self) -> int:
         return len(self._given)
@@ -335,6 +361,14 @@ class Own(Source):
                 )
             last = found or last
             yield Batch(last[0], _length(last[0]) if found else 0, step, False)
+
+
+def _steps_of(given: DataLoader[Any]) -> list[Any]:
+    """Batch size and processes: with others the same number of steps is another place in the data."""
+    size = given.batch_size or getattr(given.batch_sampler, "batch_size", None)
+    # Several processes take turns, batch by batch, each with a stream of its own. One reads as this one would.
+    num_readers = max(1, given.num_workers) if isinstance(given.dataset, IterableDataset) else 1
+    return [size if type(size) is int else None, num_readers]
 
 
 def _length(value: Any) -> int:

@@ -15,6 +15,8 @@ from torch.utils.data import IterableDataset
 
 from .deal import even_part
 
+_NOT_THE_STREAMS = ("__", "_StreamPart__")
+
 
 @dataclass(frozen=True, slots=True)
 class Dealt:
@@ -43,40 +45,49 @@ class StreamPart(IterableDataset[Dealt]):
     """
 
     def __init__(self, stream: Iterable[Any], rank: int, world: int, global_batch: int, ending: str) -> None:
-        self.stream = stream
-        self._place = (rank, world)
-        self._global_batch = global_batch
-        self._ending = ending
+        # Mangled, as all other names are the stream's.
+        self.__stream = stream
+        self.__place = (rank, world)
+        self.__global_batch = global_batch
+        self.__ending = ending
 
     def __iter__(self) -> Iterator[Dealt]:
         waiting: list[Any] = []
         last: list[Any] = []
-        for sample in self.stream:
+        for sample in self.__stream:
             waiting.append(sample)
-            if len(waiting) == self._global_batch:
-                start, stop = even_part(0, len(waiting), *self._place)
+            if len(waiting) == self.__global_batch:
+                start, stop = even_part(0, len(waiting), *self.__place)
                 last = waiting[start:stop]
                 waiting = []
                 yield from map(Dealt, last)
-        if waiting and self._ending != "drop":
-            yield from self._rest(waiting, last)
+        if waiting and self.__ending != "drop":
+            yield from self.__rest(waiting, last)
 
-    def _rest(self, waiting: list[Any], last: list[Any]) -> Iterator[Dealt]:
-        world = self._place[1]
-        start, stop = even_part(0, len(waiting), *self._place)
+    def __rest(self, waiting: list[Any], last: list[Any]) -> Iterator[Dealt]:
+        world = self.__place[1]
+        start, stop = even_part(0, len(waiting), *self.__place)
         is_even = len(waiting) % world == 0
         for sample in waiting[start:stop]:
             yield Dealt(sample, True, is_even)
-        if start == stop and self._ending == "weight":
+        if start == stop and self.__ending == "weight":
             # As many as ever: layers that look at the whole batch, such as BatchNorm, refuse a batch of one.
             for sample in last or waiting:
                 yield Dealt(sample, False, is_even)
 
     def __getattr__(self, name: str) -> Any:
         # A worker_init_fn finds the user's own attributes where it always did.
-        if name.startswith("__") or name == "stream":
+        if name.startswith(_NOT_THE_STREAMS):
             raise AttributeError(name)
-        return getattr(self.stream, name)
+        return getattr(self.__stream, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # And sets them there. One that gives each process its part (dataset.start = …) would else give it to nobody,
+        # and every process read the whole stream.
+        if name.startswith(_NOT_THE_STREAMS):
+            super().__setattr__(name, value)
+        else:
+            setattr(self.__stream, name, value)
 
 
 class CollateDealt:

@@ -122,7 +122,8 @@ class Exchange:
             return {key: gathered[key] for key in value}
         if isinstance(value, tuple):
             self._all_of("tuple", len(value))
-            return tuple(self.gather(item) for item in value)
+            items = [self.gather(item) for item in value]
+            return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
         if isinstance(value, list):
             return [item for items in self._all_of("list", value, same=False) for item in items]
         return self._all_of("object", value, same=False)
@@ -174,8 +175,9 @@ class Exchange:
                 dist.all_reduce(tensor)
 
     def _gather_tensor(self, tensor: Tensor) -> Tensor:
-        _dense(tensor, "gather")
-        mine = tensor.detach().reshape(1) if tensor.dim() == 0 else tensor.detach()
+        # What is conjugate, or negative, in name only has other bytes than it shows.
+        plain = _dense(tensor, "gather").detach().resolve_conj().resolve_neg()
+        mine = plain.reshape(1) if plain.dim() == 0 else plain
         kinds = self._all_of("tensor", (str(mine.dtype), tuple(mine.shape)), same=False)
         for rank, (dtype, shape) in enumerate(kinds):
             if dtype != kinds[0][0] or shape[1:] != kinds[0][1][1:]:

@@ -36,6 +36,17 @@ class Disk:
         """Make a folder, and those above it; it may be there already."""
         os.makedirs(path, exist_ok=True)
 
+    def make_root(self, path: str) -> None:
+        """Make the folder of all saves, for good: a power cut that takes its name takes all that was committed in it."""
+        missing = []
+        above = path
+        while not os.path.exists(above) and above != os.path.dirname(above):
+            missing.append(above)
+            above = os.path.dirname(above)
+        self.make_folder(path)
+        for made in reversed(missing):
+            self.sync_folder(os.path.dirname(made) or ".")
+
     def create(self, path: str) -> Any:
         """A handle of a new file. Fails if there is one: nothing that was saved is ever written over."""
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
@@ -189,6 +200,9 @@ class RemoteDisk(Disk):
 
     def make_folder(self, path: str) -> None:
         self._system.makedirs(path, exist_ok=True)
+
+    def make_root(self, path: str) -> None:
+        self.make_folder(path)
 
     def create(self, path: str) -> Any:
         if self._system.exists(path):

@@ -244,6 +244,8 @@ class Keep:
             given = getattr(self, name)
             if isinstance(given, bool) or not (isinstance(given, Integral) or (name == "every" and given is None)):
                 raise ArgumentTypeError(f"{name} must be a whole number of checkpoints or steps, got {given!r:.80}.")
+            # The writer is told in JSON, which knows Python's numbers only.
+            object.__setattr__(self, name, None if given is None else int(given))
         if self.best is not None and not isinstance(self.best, str):
             raise ArgumentTypeError(f"best must be the name of a metric, got {self.best!r:.80}.")
         # Never none at all: a policy is no way to delete everything.

@@ -38,6 +38,9 @@ PIECE_BYTES = 8 * 1024 * 1024
 # The year 9999, after which no calendar goes on.
 _LAST_MOMENT_S = 253_402_300_799
 
+# What a file system counts to.
+_MOST_BYTES = 1 << 63
+
 _FOLDER = re.compile(r"step-([0-9]+)\.([0-9]{6,})\.([0-9a-f]{8})")
 
 
@@ -214,6 +217,9 @@ def _check_about(about: Any) -> None:
     for name, number in numbers.items():
         if not math.isfinite(number):
             raise ValueError(f"{name} is {number}")
+    # Ranks wait for each other by it.
+    if not 0 <= numbers["total_bytes"] < _MOST_BYTES:
+        raise ValueError(f"it has {numbers['total_bytes']!r:.60} bytes")
     if not 0 <= numbers["time"] < _LAST_MOMENT_S:
         raise ValueError(f"it was saved {numbers['time']!r:.60} seconds after 1970")
 
