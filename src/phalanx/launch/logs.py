@@ -155,6 +155,7 @@ class Keeper:
             self._thread.join()
             self._thread = None
         for kept in self._kept:
+            # Once, which takes all that fits into a pipe: a process that a worker left behind may write for ever.
             self._move(kept)
             for descriptor in (kept.reader, kept.writer, kept.file):
                 if descriptor is not None and descriptor >= 0:
@@ -166,20 +167,17 @@ class Keeper:
     def _run(self) -> None:
         while not self._closing.is_set():
             for key, _ in self._selector.select(timeout=0.1):
-                self._move(key.data, once=True)
+                self._move(key.data)
 
-    def _move(self, kept: _Kept, once: bool = False) -> None:
-        while kept.reader >= 0:
-            try:
-                data = os.read(kept.reader, _PIPE_BYTES)
-            except BlockingIOError:
-                return
-            if not data:
-                return
-            kept.tail = (kept.tail + data)[-_TAIL_BYTES:]
-            self._put(kept, data)
-            if once:
-                return
+    def _move(self, kept: _Kept) -> None:
+        if kept.reader < 0:
+            return
+        try:
+            data = os.read(kept.reader, _PIPE_BYTES)
+        except BlockingIOError:
+            return
+        kept.tail = (kept.tail + data)[-_TAIL_BYTES:]
+        self._put(kept, data)
 
     def _put(self, kept: _Kept, data: bytes) -> None:
         view = memoryview(data)
