@@ -27,6 +27,7 @@ from phalanx.observe.live.pulse import STATUS_FILE
 FOLLOW_INTERVAL_S = 0.04
 _PIPE_BYTES = 1 << 20  # what a worker may be ahead of the keeper
 _TAIL_BYTES = 8192
+_PIECE_BYTES = 1 << 20  # what the follower reads at once, however far it is behind
 
 Sink = Callable[[int, str, str], None]
 """Called with (rank, "stdout" or "stderr", line without its end)."""
@@ -38,7 +39,8 @@ class _Followed:
     stream: str
     path: Path
     file: BinaryIO | None = None
-    rest: bytes = b""
+    rest: bytearray = field(default_factory=bytearray)
+    """Of a line that has not ended: its last state, if it is drawn again and again."""
     unkept: deque[bytes] = field(default_factory=deque)
     """What came after the file could not be written any more."""
 
@@ -71,29 +73,46 @@ class Follower:
             self._thread.join()
             self._thread = None
         for followed in self._files:
-            self._pass_on(followed)
+            while self._pass_on(followed):
+                pass
             if followed.rest:
-                self._emit(followed, followed.rest)
-                followed.rest = b""
+                self._emit(followed, bytes(followed.rest))
+                followed.rest.clear()
             if followed.file is not None:
                 followed.file.close()
         self._files.clear()
 
     def _run(self) -> None:
-        while not self._closing.wait(FOLLOW_INTERVAL_S):
-            for followed in list(self._files):
-                self._pass_on(followed)
+        is_behind = False
+        while not self._closing.wait(0 if is_behind else FOLLOW_INTERVAL_S):
+            # A list: each has its turn, however far another is behind.
+            is_behind = any([self._pass_on(followed) for followed in list(self._files)])
 
-    def _pass_on(self, followed: _Followed) -> None:
+    def _pass_on(self, followed: _Followed) -> bool:
+        """Pass on a piece of what is there; whether there may be more."""
         if followed.file is None:
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(OSError):  # not made yet, or no descriptor is left now
                 followed.file = open(followed.path, "rb")
-        # Before the file is read: what is in the file by then came first.
-        unkept = b"".join(followed.unkept.popleft() for _ in range(len(followed.unkept)))
-        data = followed.rest + (followed.file.read() if followed.file is not None else b"") + unkept
-        *lines, followed.rest = data.split(b"\n")
-        for line in lines:
-            self._emit(followed, line)
+        # Counted before the file is read to its end: what is in the file by then came first.
+        num_unkept = len(followed.unkept)
+        piece = followed.file.read(_PIECE_BYTES) if followed.file is not None else b""
+        self._split(followed, piece)
+        if not piece:
+            for _ in range(num_unkept):
+                self._split(followed, followed.unkept.popleft())
+        return bool(piece)
+
+    def _split(self, followed: _Followed, piece: bytes) -> None:
+        head, *lines = piece.split(b"\n")
+        followed.rest += head
+        if lines:
+            self._emit(followed, bytes(followed.rest))
+            for line in lines[:-1]:
+                self._emit(followed, line)
+            followed.rest = bytearray(lines[-1])
+        if b"\r" in piece:
+            # A progress bar may never end its line: what it drew before is not kept, or each look would take longer.
+            del followed.rest[: followed.rest.rstrip(b"\r").rfind(b"\r") + 1]
 
     def _emit(self, followed: _Followed, line: bytes) -> None:
         # A progress bar redraws one line with carriage returns; its last state is what a log should show.
