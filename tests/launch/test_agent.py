@@ -121,6 +121,18 @@ def test_a_restart_gets_a_new_attempt(tmp_path: Path) -> None:
     assert run.directory.last_attempt() == run.directory.attempt(1)
 
 
+def test_many_restarts_take_no_more_descriptors_than_one(tmp_path: Path) -> None:
+    body = """
+    restarts = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    if restarts in (1, 6):
+        time.sleep(0.5)  # for the launcher to be done with the one before
+        print(len(os.listdir(f"/proc/{os.getppid()}/fd")))
+    sys.exit(3)
+    """
+    after_one, after_six = Launched(tmp_path, body, nproc=1, max_restarts=6).said(0)
+    assert after_one == after_six
+
+
 def test_tracing_holds_warnings_and_the_failure(tmp_path: Path) -> None:
     body = """
     import warnings
