@@ -121,6 +121,12 @@ def test_a_restart_gets_a_new_attempt(tmp_path: Path) -> None:
     assert run.directory.last_attempt() == run.directory.attempt(1)
 
 
+def test_a_script_may_have_the_longest_name_that_a_file_can_have(tmp_path: Path) -> None:
+    name = "n" * 252 + ".py"
+    (tmp_path / name).touch()
+    assert name[:50] in RunDirectory.create(tmp_path / "runs", Path(name).stem).root.name
+
+
 def test_many_restarts_take_no_more_descriptors_than_one(tmp_path: Path) -> None:
     body = """
     restarts = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
