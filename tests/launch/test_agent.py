@@ -107,6 +107,7 @@ def test_a_rank_that_was_terminated_from_outside_is_named(tmp_path: Path, backen
     """
     failure = Launched(tmp_path, body).outcome.failure
     assert failure is not None and (failure.first.rank, failure.first.how) == (1, "killed by SIGTERM")
+    assert failure.first.message == failure.first.how
     assert "SIGTERM came from outside" in failure.hint
 
 
