@@ -63,6 +63,7 @@ class Team:
             if exitcode is not None and local_rank not in self._heard:
                 self._heard.add(local_rank)
                 found[local_rank] = exitcode
+                child.kill_what_it_left()
                 if exitcode == -signal.SIGTERM:
                     self.terminated.add(local_rank)
         return found
@@ -117,6 +118,7 @@ class Team:
                 if child.poll() is None:
                     self._killed.add(local_rank)
                     child.kill()
+                child.kill_what_it_left()
 
 
 @contextlib.contextmanager
