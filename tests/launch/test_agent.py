@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -120,6 +121,20 @@ def test_a_restart_gets_a_new_attempt(tmp_path: Path) -> None:
     assert run.outcome.exitcode == 0
     assert run.said(0) == ["attempt 0", "attempt 1"]
     assert run.directory.last_attempt() == run.directory.attempt(1)
+
+
+def test_a_signal_while_the_end_is_written_down_comes_too_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record, states = RunDirectory.record, []
+
+    def with_a_signal(directory: RunDirectory, **facts: object) -> None:
+        states.append(facts.get("state"))
+        if states[-1] == "finished":
+            signal.raise_signal(signal.SIGTERM)
+        record(directory, **facts)
+
+    monkeypatch.setattr(RunDirectory, "record", with_a_signal)
+    run = Launched(tmp_path, "", nproc=1)
+    assert run.outcome.exitcode == 0 and run.directory.facts()["state"] == states[-1] == "finished"
 
 
 def test_a_script_may_have_the_longest_name_that_a_file_can_have(tmp_path: Path) -> None:

@@ -113,7 +113,7 @@ class Team:
 
     def kill(self) -> None:
         """End whatever is left, with what it started. Signals are ignored meanwhile: the second must not save a worker."""
-        with _deaf():
+        with deaf():
             for local_rank, child in self._children.items():
                 if child.poll() is None:
                     self._killed.add(local_rank)
@@ -122,7 +122,8 @@ class Team:
 
 
 @contextlib.contextmanager
-def _deaf() -> Iterator[None]:
+def deaf() -> Iterator[None]:
+    """Within the block signals that would end the launcher are ignored: nothing is left that they could end."""
     handlers = {number: signal.signal(number, signal.SIG_IGN) for number in HANDLED}
     try:
         yield
