@@ -27,6 +27,8 @@ pytestmark = pytest.mark.timeout(60)
         (["run", "hidden/torch.py"], "hidden/torch.py hides the package torch"),
         (["run", "--module", "no_such_module"], "no module 'no_such_module' can be imported"),
         (["run", "--module", "..."], "no module '...' can be imported"),
+        (["run", "--module", "fine.py"], "Leave --module out to run a file"),
+        (["run", "--module", "json.decodre"], "no module 'json.decodre' can be imported"),
         (["run", "--nproc", "many", "a.py"], "--nproc should be a number of workers or 'auto', got 'many'"),
         (["run", "--nproc", "²", "a.py"], "--nproc should be a number of workers"),
         (["run", "--nnodes", "²", "a.py"], "--nnodes should be a number of hosts"),
@@ -81,6 +83,7 @@ def test_a_mistake_is_one_line_with_a_remedy_and_exit_code_2(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.py").write_text("if __name__ == '__main__': print('ran')")
+    (tmp_path / "fine.py").write_text("print('ran')")
     (tmp_path / "empty").mkdir()
     (tmp_path / "hidden").mkdir()
     for name in ("train.py", "torch.py"):

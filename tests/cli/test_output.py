@@ -56,3 +56,12 @@ def test_a_run_goes_on_when_its_output_cannot_be_written(way: str, code: int, tm
     assert logs and all(text.splitlines() == [f"line {number}" for number in range(20)] for text in logs)
     if way in ("a pipe that nobody reads", "a full disk"):
         assert done.stderr.count("stdout cannot be written to any more") == 1, done.stderr
+
+
+def test_a_locale_that_lacks_a_character_loses_no_line_and_fails_no_run(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "phalanx_command", "run", "--nproc", "2", "script.py"]
+    environ = {**os.environ, "PYTHONPATH": SEARCH_PATH, "PYTHONIOENCODING": "latin-1"}
+    (tmp_path / "script.py").write_text("import os; os.write(1, 'caf\u00e9 1 \u20ac\\n'.encode())")
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, timeout=50)
+    assert done.returncode == 0, done
+    assert sorted(done.stdout.splitlines()) == [b"%d \\u2502 caf\xe9 1 \\u20ac" % rank for rank in range(2)]

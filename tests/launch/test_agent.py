@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -107,6 +108,7 @@ def test_a_rank_that_was_terminated_from_outside_is_named(tmp_path: Path, backen
     """
     failure = Launched(tmp_path, body).outcome.failure
     assert failure is not None and (failure.first.rank, failure.first.how) == (1, "killed by SIGTERM")
+    assert failure.first.message == failure.first.how
     assert "SIGTERM came from outside" in failure.hint
 
 
@@ -119,6 +121,38 @@ def test_a_restart_gets_a_new_attempt(tmp_path: Path) -> None:
     assert run.outcome.exitcode == 0
     assert run.said(0) == ["attempt 0", "attempt 1"]
     assert run.directory.last_attempt() == run.directory.attempt(1)
+
+
+def test_a_signal_while_the_end_is_written_down_comes_too_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record, states = RunDirectory.record, []
+
+    def with_a_signal(directory: RunDirectory, **facts: object) -> None:
+        states.append(facts.get("state"))
+        if states[-1] == "finished":
+            signal.raise_signal(signal.SIGTERM)
+        record(directory, **facts)
+
+    monkeypatch.setattr(RunDirectory, "record", with_a_signal)
+    run = Launched(tmp_path, "", nproc=1)
+    assert run.outcome.exitcode == 0 and run.directory.facts()["state"] == states[-1] == "finished"
+
+
+def test_a_script_may_have_the_longest_name_that_a_file_can_have(tmp_path: Path) -> None:
+    name = "n" * 252 + ".py"
+    (tmp_path / name).touch()
+    assert name[:50] in RunDirectory.create(tmp_path / "runs", Path(name).stem).root.name
+
+
+def test_many_restarts_take_no_more_descriptors_than_one(tmp_path: Path) -> None:
+    body = """
+    restarts = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    if restarts in (1, 6):
+        time.sleep(0.5)  # for the launcher to be done with the one before
+        print(len(os.listdir(f"/proc/{os.getppid()}/fd")))
+    sys.exit(3)
+    """
+    after_one, after_six = Launched(tmp_path, body, nproc=1, max_restarts=6).said(0)
+    assert after_one == after_six
 
 
 def test_tracing_holds_warnings_and_the_failure(tmp_path: Path) -> None:

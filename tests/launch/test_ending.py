@@ -93,6 +93,32 @@ def test_a_signal_ends_workers_and_their_children(tmp_path: Path, number: signal
     assert seconds < 20
 
 
+LEFT_BEHIND = """
+import os, signal, subprocess, sys, time
+def deaf():
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = subprocess.Popen(["sleep", "600"], preexec_fn=deaf)
+with open(f"child-{os.environ['RANK']}", "w") as file:
+    file.write(str(child.pid))
+if os.environ["RANK"] == "0":
+    while not os.path.exists("child-1"):
+        time.sleep(0.01)
+    {end}
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("end", ["raise ValueError('first')", "os.kill(os.getpid(), signal.SIGKILL)"])
+def test_a_worker_that_fails_leaves_nothing_that_it_started(tmp_path: Path, end: str) -> None:
+    """Nor does one that is told to end then, and whose child does not listen."""
+    (tmp_path / "train.py").write_text(LEFT_BEHIND.replace("{end}", end))
+    command = [sys.executable, "-m", "phalanx.cli.main", "run", "--nproc", "2", "--grace", "1", "train.py"]
+    run = Command(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    run.communicate(timeout=30 * PATIENCE)
+    assert run.returncode == 1
+    wait_until_gone([int((tmp_path / f"child-{rank}").read_text()) for rank in range(2)], 5)
+
+
 def test_workers_do_not_outlive_a_killed_launcher(tmp_path: Path) -> None:
     run = Forever(tmp_path)
     run.end(signal.SIGKILL)

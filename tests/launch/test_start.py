@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import sys
 import textwrap
 import time
@@ -385,6 +386,25 @@ def test_where_children_are_not_handed_over_workers_are_started_plainly(
         run = Launched(tmp_path, "print('all the same')", nproc=1, max_restarts=1)
     assert run.outcome.exitcode == 0 and run.said(0) == ["all the same"], run.lines
     assert run.start == "plain (the system gave the worker to another process)"
+
+
+WITHOUT_STREAMS = """
+import os, sys
+from phalanx.launch.start.starter import Starter
+os.dup2(1, 50)
+for number in range(3):
+    os.close(number)
+starter = Starter.spawn(os.environ)
+starter.is_ready()
+os.write(50, (starter.fault or "none").encode())
+starter.close()
+"""
+
+
+def test_a_launcher_without_standard_streams_has_a_starter_too() -> None:
+    """Its end of the connection would have the number of one that the starter has."""
+    done = subprocess.run([sys.executable, "-c", WITHOUT_STREAMS], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "none", done
 
 
 @pytest.mark.thorough

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import os
 import re
@@ -85,6 +86,13 @@ def keep_streams_open() -> None:
             # The lowest number that is free, which is this one.
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
             setattr(sys, name, open(descriptor, "r" if descriptor == 0 else "w", closefd=False))
+
+
+def take_every_character() -> None:
+    """What a terminal or a locale has no character for (our own `│`, where it is Latin-1) is shown as its number."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="backslashreplace")
 
 
 # Colours and weights. The other sequences move the cursor, retitle the window, write to the clipboard or make the

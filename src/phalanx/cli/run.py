@@ -6,6 +6,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Callable
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -174,12 +175,9 @@ def _num_devices() -> int:
 def _check_script(script: str, module: bool) -> None:
     if module:
         sys.path.insert(0, os.getcwd())
-        try:
-            found = importlib.util.find_spec(script)
-        except (ImportError, ValueError):
-            found = None
-        if found is None:
-            raise ConfigError(f"no module {script!r} can be imported from {os.getcwd()}")
+        if not _may_be_module(script):
+            remedy = " Leave --module out to run a file." if Path(script).is_file() else ""
+            raise ConfigError(f"no module {script!r} can be imported from {os.getcwd()}.{remedy}")
         return
     path = Path(script)
     if path.is_dir() and not (path / "__main__.py").exists():
@@ -192,6 +190,23 @@ def _check_script(script: str, module: bool) -> None:
         hiding = path.parent / f"{name}.py"
         if path.is_file() and hiding.is_file():
             raise ConfigError(f"{hiding} hides the package {name}: `import {name}` would get it. Give it another name.")
+
+
+def _may_be_module(name: str) -> bool:
+    """False where there certainly is no such module. Nothing is imported to know: a package may print, fail, or be a script
+    that would train here, as with `--module train.py`; what it does is for the workers to do."""
+    names = name.split(".")
+    try:
+        spec = importlib.util.find_spec(names[0])
+        for end in range(2, len(names) + 1):
+            if spec is None or spec.submodule_search_locations is None:
+                return False
+            spec = PathFinder.find_spec(".".join(names[:end]), list(spec.submodule_search_locations))
+    except KeyError:
+        return True  # a folder in a folder without __init__.py is found by what was imported before
+    except (ImportError, ValueError):
+        return False
+    return spec is not None
 
 
 def _misplaced(arguments: tuple[str, ...]) -> str:

@@ -37,7 +37,7 @@ from phalanx.launch.start.caches import own_temporaries
 from phalanx.launch.start.starting import Starting
 from phalanx.launch.supervise.policy import AllOrNone
 from phalanx.launch.supervise.supervisor import Crew, Supervisor, signals_raise
-from phalanx.launch.supervise.team import Interrupted, Team
+from phalanx.launch.supervise.team import Interrupted, Team, deaf
 from phalanx.launch.variables import AGENT_PID, SWAP
 
 
@@ -126,8 +126,9 @@ def launch(settings: LaunchSettings, directory: RunDirectory, sink: Sink, notice
         except Interrupted as caught:
             # Before there were workers, or while the other hosts were waited for after their end.
             outcome = Outcome(0.0, signal=caught.signal)
-        outcome = replace(outcome, seconds=time.monotonic() - started)
-        _record(directory, notice, _closing_facts(outcome))
+        with deaf():
+            outcome = replace(outcome, seconds=time.monotonic() - started)
+            _record(directory, notice, _closing_facts(outcome))
     return outcome
 
 

@@ -150,7 +150,9 @@ def summarize(
         for rank, code in sorted(exitcodes.items())
     ]
     outside = {rank for rank in terminated if exitcodes.get(rank) == _TOLD_TO_END}
-    ends = [replace(end, from_outside=True, message=end.message or end.how) if end.rank in outside else end for end in ends]
+    ends = [replace(end, from_outside=True) if end.rank in outside else end for end in ends]
+    # How it ended is known only now, for whom nobody else has words.
+    ends = [replace(end, message=end.message or end.how) if end.from_outside else end for end in ends]
     failed = [end for end in ends if end.exitcode not in (0, None)]
     if not failed:
         return None

@@ -166,6 +166,7 @@ class ManyHosts(Rendezvous):
             store.wait([f"ended/{other}" for other in range(hosts)], _ENDING_S)
 
     def prepare(self, environ: MutableMapping[str, str]) -> None:
+        environ.pop(RUN_STORE, None)  # of a run that this one was started in, which the other hosts do not have
         environ[ENDS] = self._ends.path
         if self._company is not None:
             _listen_on(self._company.address, environ)

@@ -26,6 +26,7 @@ from typing import Any, BinaryIO
 from phalanx.errors import ConfigError, StateError
 
 FACTS = "run.json"
+_LONGEST_NAME = 100
 _MOST_LINKS = 40  # the system follows no more either
 LONGEST = 1 << 24
 """Of any text that is read at once. A file from elsewhere may seem to have terabytes and take no room on the disk; and JSON
@@ -121,7 +122,8 @@ class RunDirectory:
     @staticmethod
     def create(parent: str | os.PathLike[str], name: str) -> RunDirectory:
         """A new directory under `parent`, named after the time and `name`; unique even within a second."""
-        safe = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.") or "run"
+        # Cut: with the time before it, the name of a file would be too long for a folder's.
+        safe = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.")[:_LONGEST_NAME] or "run"
         stem = f"{time.strftime('%Y%m%d-%H%M%S')}-{safe}"
         try:
             # Before anything is made there, and after: what was not there yet, somebody else may have made meanwhile.

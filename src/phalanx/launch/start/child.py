@@ -56,6 +56,17 @@ class Child:
         self.tell(signal.SIGKILL)
         wait_for_end([self], 10.0)
 
+    def kill_what_it_left(self) -> None:
+        """End what is in the group of a process that has failed. One that has ended well may leave something on purpose."""
+        if self.exitcode in (None, 0):
+            return
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            try:
+                os.kill(self.pid, 0)
+            except ProcessLookupError:
+                # The number is nobody else's: as long as the group has members, the system gives it to no process.
+                os.killpg(self.pid, signal.SIGKILL)
+
     def _wait_without_hanging(self) -> int | None:
         try:
             pid, status = os.waitpid(self.pid, os.WNOHANG)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import json
 import os
 import select
@@ -72,9 +73,12 @@ class Starter:
     def spawn(environ: Mapping[str, str]) -> Starter:
         """Start one with the workers' environment. Returns at once, while it imports. Raises OSError."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        # Above the standard streams: where some of ours are closed it may have got the number of one that the starter has.
+        number = fcntl.fcntl(theirs, fcntl.F_DUPFD_CLOEXEC, 3)
+        theirs.close()
         # What it prints while it imports is kept for the workers, each of which would have printed it.
         streams = [os.memfd_create(f"phalanx-starter-{name}", os.MFD_CLOEXEC) for name in ("out", "err")]
-        program = [sys.executable, "-u", "-c", _PROGRAM, str(theirs.fileno()), str(os.getpid()), " " * _TITLE_BYTES]
+        program = [sys.executable, "-u", "-c", _PROGRAM, str(number), str(os.getpid()), " " * _TITLE_BYTES]
         try:
             with signals_blocked():
                 process = subprocess.Popen(
@@ -82,7 +86,7 @@ class Starter:
                     env=dict(environ),
                     stdout=streams[0],
                     stderr=streams[1],
-                    pass_fds=(theirs.fileno(),),
+                    pass_fds=(number,),
                     start_new_session=True,  # an interrupt from the terminal is the launcher's to handle
                 )
                 return Starter(Child(process.pid, process.poll), ours, environ)
@@ -90,9 +94,8 @@ class Starter:
             ours.close()
             raise
         finally:
-            theirs.close()
-            for stream in streams:
-                os.close(stream)
+            for descriptor in (number, *streams):
+                os.close(descriptor)
 
     @property
     def pid(self) -> int:

@@ -82,6 +82,7 @@ class Supervisor:
             stdout, stderr = self._logs.prepare(environ)
             orders[local_rank] = Order(crew.command, environ, stdout, stderr, stdin=standard_input())
         self._team.start(orders)
+        self._logs.started()
         for local_rank in orders:
             self._policy.hear(Started(local_rank))
 

@@ -63,6 +63,7 @@ class Team:
             if exitcode is not None and local_rank not in self._heard:
                 self._heard.add(local_rank)
                 found[local_rank] = exitcode
+                child.kill_what_it_left()
                 if exitcode == -signal.SIGTERM:
                     self.terminated.add(local_rank)
         return found
@@ -112,15 +113,17 @@ class Team:
 
     def kill(self) -> None:
         """End whatever is left, with what it started. Signals are ignored meanwhile: the second must not save a worker."""
-        with _deaf():
+        with deaf():
             for local_rank, child in self._children.items():
                 if child.poll() is None:
                     self._killed.add(local_rank)
                     child.kill()
+                child.kill_what_it_left()
 
 
 @contextlib.contextmanager
-def _deaf() -> Iterator[None]:
+def deaf() -> Iterator[None]:
+    """Within the block signals that would end the launcher are ignored: nothing is left that they could end."""
     handlers = {number: signal.signal(number, signal.SIG_IGN) for number in HANDLED}
     try:
         yield

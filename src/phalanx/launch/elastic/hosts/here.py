@@ -60,6 +60,8 @@ class Here:
         except OSError:
             self._slots.pop(worker, None)
             raise
+        finally:
+            self._logs.started()
         return self.team.pid(worker)
 
     def newly_ended(self) -> dict[int, int]:
