@@ -235,6 +235,26 @@ def test_perfetto_rows_hold_no_crossing_spans(tmp_path: Path) -> None:
     assert next(event for event in found if event["ph"] == "C")["args"] == {"value": 2.0}
 
 
+def test_a_loss_that_is_not_a_number_leaves_perfetto_a_file_that_it_can_read(tmp_path: Path) -> None:
+    write_trace(
+        tmp_path,
+        0,
+        1,
+        [
+            ["span", "data", 0, MS, 1, {"scale": float("inf")}],
+            ["scalar", "loss", 1 * MS, 0, 2.0],
+            ["scalar", "loss", 2 * MS, 1, float("nan")],
+        ],
+    )
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    path = perfetto.export(load(tmp_path), tmp_path / "perfetto.json")
+    found = json.loads(path.read_text(), parse_constant=refuse)["traceEvents"]
+    assert [event["args"] for event in found if event["ph"] in "CX"] == [{"scale": "Infinity"}, {"value": 2.0}]
+
+
 def test_tensorboard_gets_each_point_at_its_own_moment_and_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also of a rank that began later than the run: its file's clock readings are of another moment."""
     points: list[tuple[str, int, float]] = []
