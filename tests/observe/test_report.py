@@ -133,6 +133,15 @@ def test_what_the_script_does_not_say_is_seen_or_asked_for(tmp_path: Path) -> No
     assert "as seen: what backward was called on" in report.render(run)
 
 
+def test_the_loss_that_one_rank_says_is_not_mixed_with_what_is_seen_of_the_others(tmp_path: Path) -> None:
+    """Under a GradScaler `backward` is called on the loss times 65536, and on the first rank alone the script says it."""
+    seen = [["scalar", "seen_loss", k, k, 65536.0 * (4 - k)] for k in range(3)]
+    write_trace(tmp_path, 0, 2, [*seen, *(["scalar", "loss", k, k, 4.0 - k] for k in range(3))])
+    write_trace(tmp_path, 1, 2, [*seen, ["scalar", "seen_loss", 3, 3, float("inf")]])
+    assert loss_progress(load(tmp_path)) == Progress(4.0, 3.0)
+    assert not [text for _, text in said(tmp_path) if "became inf" in text]
+
+
 def test_start_up_is_from_the_launch_to_the_last_first_forward(tmp_path: Path) -> None:
     root = write_run(tmp_path, num_steps=3)
     facts = json.loads((root / "run.json").read_text())
