@@ -117,6 +117,26 @@ def test_regions_without_gradient_are_not_cut_and_known() -> None:
     assert all(obstacles.at(i + 1) for i, each in enumerate(disabled) if each)
 
 
+def test_a_hook_stays_with_what_made_its_tensor_and_with_who_uses_its_view() -> None:
+    def hooked(x: torch.Tensor) -> torch.Tensor:
+        y = x.sin()
+        z = y.cos()
+        y.register_hook(torch.sign)
+        return y.tan() * z
+
+    def hooked_view(x: torch.Tensor) -> torch.Tensor:
+        y = x.sin().t()
+        y.register_hook(torch.sign)
+        z = x.cos()
+        return (y.t() * z).exp()
+
+    # The operators are sin, cos, the hook, tan, mul; and sin, t, the hook, cos, t, mul, exp.
+    for function, held in ((hooked, {1, 2}), (hooked_view, {2, 3, 4, 5})):
+        found = reasons(function, X.clone().requires_grad_())
+        assert {i for i, reason in enumerate(found) if "is called with the whole gradient of" in reason} == held
+        assert all(found[i] == "" for i in range(len(found)) if i not in held)
+
+
 def test_a_vmap_is_in_one_piece() -> None:
     found = reasons(lambda x: torch.vmap(lambda row: row * row.sum())(x.sin()).cos(), X)
     assert found[0] == "" and any("opens a region" in reason for reason in found)
