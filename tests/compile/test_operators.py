@@ -87,6 +87,21 @@ def test_every_way_of_changing_in_place_is_seen(function: Callable[..., Any]) ->
     assert operators[0] in changed
 
 
+def test_what_an_operator_of_a_library_changes_is_known_by_its_schema() -> None:
+    with torch.library._scoped_library("phalanx_test", "DEF") as library:
+        library.define("count(Tensor x, Tensor(a!) seen) -> ()")
+        library.impl("count", lambda x, seen: None, "CompositeExplicitAutograd")
+        torch.library.register_fake("phalanx_test::count", lambda x, seen: None, lib=library)
+
+        def model(x: torch.Tensor) -> torch.Tensor:
+            y = x.sin()
+            torch.ops.phalanx_test.count(x, y)
+            return y.cos()
+
+        first, second, third = reasons(model, X)
+    assert first == third == "" and "changes in place" in second
+
+
 def test_a_function_that_only_looks_like_it_changes_nothing() -> None:
     operators = capture(lambda x: F.relu(x) + F.dropout(x, 0.5) + x.__add__(x), X)
     assert not any(mutated_by(node) for node in operators)

@@ -106,6 +106,10 @@ def mutated_by(node: Node) -> list[Node]:
         return [] if node.users else list(node.all_input_nodes)
     if isinstance(target, torch._ops.OpOverload):
         return _mutated_by_schema(node, target)
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        # Which one is called is decided when it is: what any of them would change.
+        overloads = (getattr(target, name) for name in target.overloads())
+        return [changed for overload in overloads for changed in _mutated_by_schema(node, overload)]
     changed: list[Any] = [node.kwargs.get("out")]
     name = _name(node)
     in_place = name.endswith("_") and not name.endswith("__")
