@@ -56,3 +56,22 @@ def test_a_run_goes_on_when_its_output_cannot_be_written(way: str, code: int, tm
     assert logs and all(text.splitlines() == [f"line {number}" for number in range(20)] for text in logs)
     if way in ("a pipe that nobody reads", "a full disk"):
         assert done.stderr.count("stdout cannot be written to any more") == 1, done.stderr
+
+
+LATIN = {"PYTHONIOENCODING": "latin-1"}
+
+
+def test_a_run_goes_on_where_its_output_has_not_all_characters(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("import sys\nsys.stdout.buffer.write('Größe \u2714\\n'.encode())\n")
+    command = [sys.executable, "-m", "phalanx_command", "run", "--nproc", "2", "--grace", "5", "script.py"]
+    environ = {**os.environ, **LATIN, "PYTHONPATH": SEARCH_PATH, "PHALANX_WARM": "0"}
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, timeout=50)
+    assert done.returncode == 0, done.stderr.decode("latin-1")
+    assert sorted(done.stdout.decode("latin-1").splitlines()) == ["0 ? Größe ?", "1 ? Größe ?"]
+
+
+def test_a_table_is_drawn_where_output_has_not_all_characters() -> None:
+    command = [sys.executable, "-m", "phalanx_command", "doctor", "--no-self-test"]
+    environ = {**os.environ, **LATIN, "PYTHONPATH": SEARCH_PATH}
+    done = subprocess.run(command, env=environ, capture_output=True, timeout=50)
+    assert b"Traceback" not in done.stderr and b"Python" in done.stdout, done.stderr.decode("latin-1")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import os
 import re
@@ -85,6 +86,16 @@ def keep_streams_open() -> None:
             # The lowest number that is free, which is this one.
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
             setattr(sys, name, open(descriptor, "r" if descriptor == 0 else "w", closefd=False))
+
+
+def write_all_characters() -> None:
+    """Where standard output does not have them all, as in a Latin-1 locale, it gets a question mark in place of an error.
+
+    A worker prints what it likes, and a run must not end because its launcher cannot show it.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="replace")
 
 
 # Colours and weights. The other sequences move the cursor, retitle the window, write to the clipboard or make the

@@ -17,7 +17,7 @@ from typing import Any
 import click
 
 import phalanx
-from phalanx.cli.console import keep_streams_open, visible, write
+from phalanx.cli.console import keep_streams_open, visible, write, write_all_characters
 from phalanx.errors import PhalanxError
 
 _COMMANDS = {
@@ -67,6 +67,7 @@ def cli(ctx: click.Context) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """The entry point of the `phalanx` command. Never returns."""
     keep_streams_open()
+    write_all_characters()
     try:
         # `phalanx_command` lets an interrupt end the process until here; while torch is imported `importing` does.
         signal.signal(signal.SIGINT, signal.default_int_handler)
