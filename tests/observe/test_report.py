@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from pathlib import Path
@@ -117,6 +118,12 @@ def test_an_untraced_run_still_gets_a_page(tmp_path: Path) -> None:
     assert "phalanx run --trace" in page
     assert "rank 0, stdout" in page and "step 1\nstep 2" in page, "the last lines of output"
     assert "rank 1" not in page and "stderr" not in page, "nothing of empty files, and nothing through links"
+
+
+def test_a_script_whose_name_is_no_text_gets_a_page(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text(json.dumps({"command": [os.fsdecode(b"gr\xfcn.py")], "state": "finished"}))
+    page = report.write(load(tmp_path), tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "<title>gr?n.py" in page
 
 
 def test_what_the_script_does_not_say_is_seen_or_asked_for(tmp_path: Path) -> None:
