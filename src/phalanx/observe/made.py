@@ -6,6 +6,7 @@ or a pipe, is replaced and not written to. Elsewhere a device or a link of one's
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from pathlib import Path
@@ -16,6 +17,8 @@ def write_made(text: str, path: str | Path, run_folder: Path) -> Path:
     # A script's name may hold bytes that are no text, for which Python has characters that are none.
     data = text.encode("utf-8", "replace")
     target = Path(path)
+    if not target.name:  # "." or "/", beside which no file can be made
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(target))
     is_inside = target.parent.resolve() == run_folder.resolve()
     if not is_inside and _leads_on(target):
         target.write_bytes(data)
