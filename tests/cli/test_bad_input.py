@@ -27,6 +27,9 @@ pytestmark = pytest.mark.timeout(60)
         (["run", "hidden/torch.py"], "hidden/torch.py hides the package torch"),
         (["run", "--module", "no_such_module"], "no module 'no_such_module' can be imported"),
         (["run", "--module", "..."], "no module '...' can be imported"),
+        (["run", "--module", "raises.train"], "no module 'raises.train' can be imported"),
+        (["run", "--module", "raises.train"], "(RuntimeError: not today)"),
+        (["run", "--module", "leaves.train"], "(SystemExit: 3)"),
         (["run", "--nproc", "many", "a.py"], "--nproc should be a number of workers or 'auto', got 'many'"),
         (["run", "--nproc", "²", "a.py"], "--nproc should be a number of workers"),
         (["run", "--nnodes", "²", "a.py"], "--nnodes should be a number of hosts"),
@@ -85,6 +88,9 @@ def test_a_mistake_is_one_line_with_a_remedy_and_exit_code_2(
     (tmp_path / "hidden").mkdir()
     for name in ("train.py", "torch.py"):
         (tmp_path / "hidden" / name).write_text("print('ran')")
+    for name, text in (("raises", "raise RuntimeError('not today')"), ("leaves", "raise SystemExit(3)")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text(text)
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "run.json").write_text('{"state": "finished"}')
     with pytest.raises(SystemExit) as ended:

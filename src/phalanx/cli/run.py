@@ -174,12 +174,14 @@ def _num_devices() -> int:
 def _check_script(script: str, module: bool) -> None:
     if module:
         sys.path.insert(0, os.getcwd())
+        found, why = None, ""
         try:
             found = importlib.util.find_spec(script)
-        except (ImportError, ValueError):
-            found = None
+        except (Exception, SystemExit) as error:
+            # Its package is imported for this, and may do anything.
+            why = f" ({type(error).__name__}: {error})"
         if found is None:
-            raise ConfigError(f"no module {script!r} can be imported from {os.getcwd()}")
+            raise ConfigError(f"no module {script!r} can be imported from {os.getcwd()}{why}")
         return
     path = Path(script)
     if path.is_dir() and not (path / "__main__.py").exists():
