@@ -140,6 +140,17 @@ def test_report_names_the_page_it_wrote(tmp_path: Path, capsys: pytest.CaptureFi
     assert capsys.readouterr().out.strip() == str(page) and page.exists()
 
 
+def test_what_report_cannot_write_is_not_the_runs_fault(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_run(tmp_path / "run", num_steps=3)
+    with mock.patch.dict(sys.modules, {"torch.utils.tensorboard": None}):
+        assert ended(["report", str(run), "--tensorboard", str(tmp_path / "board")]) == 2
+    assert "error: TensorBoard is not installed. Install it with: pip install tensorboard" in capsys.readouterr().err
+    for folder in (".", "/", str(tmp_path)):
+        assert ended(["report", str(run), "-o", folder]) == 2
+        said = capsys.readouterr().err
+        assert "error: cannot write " in said and "malformed" not in said
+
+
 MODEL = """
 import torch
 

@@ -48,6 +48,27 @@ def test_explaining_changes_neither_buffers_nor_random_state() -> None:
     assert all(param.grad is None for param in model.parameters())
 
 
+class Counting(torch.nn.Module):
+    """Puts another tensor in its buffer's place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = torch.nn.Linear(16, 4)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count = self.count + 1
+        return self.head(x) * self.count
+
+
+def test_explaining_leaves_a_buffer_in_its_place() -> None:
+    torch._dynamo.reset()
+    model = Counting()
+    before = model.count
+    explain(model, torch.ones(2, 16), compiler="aot_eager", caps=CAPS)
+    assert model.count is before and before.item() == 0
+
+
 def test_the_table_has_a_line_for_each_piece_and_names_what_is_in_no_graph() -> None:
     text = str(explained("unused"))
     assert text.count("yes") == 4

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -187,3 +188,28 @@ def test_a_compiler_that_cannot_compile_pieces_is_refused(compiler: Any) -> None
     with pytest.raises(Exception, match=r'options\["compiler"\]') as caught:
         cut(nn.Linear(2, 2), compiler)(torch.ones(2, 2))
     assert isinstance(caught.value, ConfigError) or isinstance(caught.value.inner_exception, ConfigError)
+
+
+def with_options(rank: int, world: int, options: dict[str, Any]) -> str:
+    torch._dynamo.reset()
+    wrapper = phalanx.DistributedDataParallel(zoo.make("mlp"), bucket_cap_mb=0.0015)
+    with pytest.raises(Exception) as caught:
+        torch.compile(wrapper, backend=phalanx_backend, options=options)(zoo.batch(0, rank)[0])
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("options", [{"max_autotone": True}, {"epilogue-fusion": "yes"}])
+def test_an_option_that_inductor_does_not_have_is_refused_and_no_piece_runs_uncompiled(options: dict[str, Any]) -> None:
+    assert "Unexpected" in run_ranks(1, with_options, options)[0]
+
+
+def test_options_have_the_names_that_torch_compile_knows() -> None:
+    seen: list[dict[str, Any]] = []
+
+    def compiler(graph: torch.fx.GraphModule, inputs: Any, config_patches: dict[str, Any]) -> Any:
+        seen.append(config_patches)
+        return graph.forward
+
+    with mock.patch("torch._dynamo.lookup_backend", lambda _: compiler):
+        phalanx_backend(torch.fx.symbolic_trace(nn.Identity()), [], options={"epilogue-fusion": False})
+    assert seen == [{"epilogue_fusion": False, "keep_output_stride": True}]

@@ -87,6 +87,21 @@ def test_every_way_of_changing_in_place_is_seen(function: Callable[..., Any]) ->
     assert operators[0] in changed
 
 
+def test_what_an_operator_of_a_library_changes_is_known_by_its_schema() -> None:
+    with torch.library._scoped_library("phalanx_test", "DEF") as library:
+        library.define("count(Tensor x, Tensor(a!) seen) -> ()")
+        library.impl("count", lambda x, seen: None, "CompositeExplicitAutograd")
+        torch.library.register_fake("phalanx_test::count", lambda x, seen: None, lib=library)
+
+        def model(x: torch.Tensor) -> torch.Tensor:
+            y = x.sin()
+            torch.ops.phalanx_test.count(x, y)
+            return y.cos()
+
+        first, second, third = reasons(model, X)
+    assert first == third == "" and "changes in place" in second
+
+
 def test_a_function_that_only_looks_like_it_changes_nothing() -> None:
     operators = capture(lambda x: F.relu(x) + F.dropout(x, 0.5) + x.__add__(x), X)
     assert not any(mutated_by(node) for node in operators)
@@ -115,6 +130,26 @@ def test_regions_without_gradient_are_not_cut_and_known() -> None:
     assert called == ["cos", "tan"]
     obstacles = Obstacles(operators)
     assert all(obstacles.at(i + 1) for i, each in enumerate(disabled) if each)
+
+
+def test_a_hook_stays_with_what_made_its_tensor_and_with_who_uses_its_view() -> None:
+    def hooked(x: torch.Tensor) -> torch.Tensor:
+        y = x.sin()
+        z = y.cos()
+        y.register_hook(torch.sign)
+        return y.tan() * z
+
+    def hooked_view(x: torch.Tensor) -> torch.Tensor:
+        y = x.sin().t()
+        y.register_hook(torch.sign)
+        z = x.cos()
+        return (y.t() * z).exp()
+
+    # The operators are sin, cos, the hook, tan, mul; and sin, t, the hook, cos, t, mul, exp.
+    for function, held in ((hooked, {1, 2}), (hooked_view, {2, 3, 4, 5})):
+        found = reasons(function, X.clone().requires_grad_())
+        assert {i for i, reason in enumerate(found) if "is called with the whole gradient of" in reason} == held
+        assert all(found[i] == "" for i in range(len(found)) if i not in held)
 
 
 def test_a_vmap_is_in_one_piece() -> None:

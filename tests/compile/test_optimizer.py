@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 from phalanx.compile import DDPOptimizer
+from phalanx.errors import PlanError
+from phalanx.plan import BucketCaps
 from tests.cluster import run_ranks
 from tests.compile import zoo
 from tests.compile.training import check_one_plan, eager, train, wrap
@@ -109,3 +111,11 @@ def in_a_wrapper(rank: int, world: int) -> list[Any]:
 
 def test_with_a_wrapper_its_buckets_are_made_of_whole_pieces_of_the_optimizers() -> None:
     assert run_ranks(2, in_a_wrapper) == [[True, True, 4, 2]] * 2
+
+
+@pytest.mark.parametrize("cap", [-1, float("nan"), "1000", None])
+def test_what_is_no_cap_is_refused(cap: Any) -> None:
+    with pytest.raises(PlanError, match="bucket caps must be"):
+        DDPOptimizer(cap, lambda gm, inputs: gm)
+    with pytest.raises(PlanError, match="bucket caps must be"):
+        BucketCaps((1000, cap))

@@ -132,6 +132,17 @@ class Custom(Mlp):
         return self.head(x)
 
 
+class Hooked(Mlp):
+    """A hook that is not linear, on a tensor that is used far apart: it has to see the whole gradient."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layers[0](x).tanh()
+        z = self.layers[2](y).tanh()
+        if y.requires_grad:
+            y.register_hook(torch.sign)
+        return self.head(self.layers[4](z).tanh() + self.layers[6](y))
+
+
 class Mutating(Mlp):
     """Changes activations and a buffer in place, across what would be pieces."""
 
@@ -227,6 +238,7 @@ MODELS: dict[str, Model] = {
     "prepared": Model(Prepared, 5),
     "conditional": Model(Conditional, 3),
     "custom": Model(Custom, 4),
+    "hooked": Model(Hooked, 3),
     "mutating": Model(Mutating, 1),
     "cast": Model(Cast, 4),
     "many_outputs": Model(ManyOutputs, 3, cap_mb=0.001),

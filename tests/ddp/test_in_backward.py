@@ -126,6 +126,22 @@ def test_clipping_in_backward_is_over_whole_backwards_and_goes_on_after_one_that
             torch.testing.assert_close(got, want)
 
 
+@pytest.mark.parametrize("reentrant", [(True, True), (True, False), (False, True)], ids=["both", "first", "last"])
+def test_a_layer_that_several_segments_share_is_stepped_once_by_its_whole_gradient(reentrant: tuple[bool, bool]) -> None:
+    model, reference = make("mlp"), make("mlp")
+    apply_in_backward(torch.optim.Adam, model.parameters(), lr=0.01)
+    optimizer = torch.optim.Adam(reference.parameters(), lr=0.01)
+    for step in range(3):
+        for one in (model, reference):
+            x = batch(step, 0)[0].requires_grad_()
+            first, last = (checkpoint(one, x, use_reentrant=True) if again else one(x) for again in reentrant)
+            (first.square().sum() + last.sum()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for got, want in zip(_params(model), _params(reference), strict=True):
+        assert torch.equal(got, want)
+
+
 def with_an_outsider(rank: int, world: int, max_norm: float | None) -> float:
     """A temperature that is not part of the model is stepped by the same call."""
     model, temperature = make("mlp"), nn.Parameter(torch.ones(()))

@@ -6,7 +6,10 @@ Debian's chromium comes with `make browser`, which `.ci/run` calls. On a machine
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
+import subprocess
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +21,7 @@ from phalanx.observe.run import load
 from tests.observe.browser import INSTALLED, Browser
 from tests.observe.synthetic import write_run
 
+NODE = shutil.which("node")
 TAB = "\ue004"
 ENTER = "\ue007"
 BARS = "return document.querySelectorAll('#timeline .span').length"
@@ -33,6 +37,20 @@ def test_a_browser_is_there() -> None:
             "the report was not opened in a browser: no chromium and chromedriver here. `make browser` installs them",
             stacklevel=1,
         )
+
+
+if NODE is not None:
+
+    def test_an_axis_ends_also_where_numbers_are_too_large_to_count_on() -> None:
+        charts = Path(report.__file__).with_name("page") / "charts.js"
+        script = f"""
+            globalThis.document = {{ getElementById() {{}}, addEventListener() {{}} }};
+            {charts.read_text(encoding="utf-8")}
+            const found = [ticks(0, 10, 4), ticks(1e17, 1e17 + 16, 4).length, ticks(1e400, 1e400, 4).length];
+            console.log(JSON.stringify(found));"""
+        done = subprocess.run([NODE, "-e", script], capture_output=True, text=True, timeout=20)
+        usual, *large = json.loads(done.stdout)
+        assert usual == [0, 2.5, 5, 7.5, 10] and max(large) <= 6, done.stderr
 
 
 if INSTALLED:

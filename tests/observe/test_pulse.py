@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import phalanx
@@ -180,6 +181,23 @@ def test_a_complex_number_that_backward_is_called_on_is_no_loss(tmp_path: Path) 
         torch.Tensor.backward = backward  # type: ignore[method-assign]
         trace.stop()
     assert value.grad is not None
+
+
+@pytest.mark.parametrize("rehearsal", [lambda: torch.device("meta"), FakeTensorMode], ids=["meta", "fake"])
+def test_a_rehearsal_without_values_has_no_loss_and_goes_on(fresh: Pulse, tmp_path: Path, rehearsal: Any) -> None:
+    backward = torch.Tensor.backward
+    recorder = trace.start(tmp_path, 0, 1)
+    seen.see_losses(recorder)
+    try:
+        with rehearsal():
+            model = nn.Linear(2, 1)
+            for _ in range(2):
+                model(torch.ones(1, 2)).sum().backward()
+        nn.Parameter(torch.tensor(2.0)).square().backward()
+    finally:
+        torch.Tensor.backward = backward  # type: ignore[method-assign]
+        trace.stop()
+    assert [point.value for point in load(tmp_path).ranks[0].curve(trace.SEEN_LOSS)] == [4.0] and fresh.loss == 4.0
 
 
 def test_steps_per_second_are_never_below_0(fresh: Pulse, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from pathlib import Path
@@ -119,6 +120,12 @@ def test_an_untraced_run_still_gets_a_page(tmp_path: Path) -> None:
     assert "rank 1" not in page and "stderr" not in page, "nothing of empty files, and nothing through links"
 
 
+def test_a_script_whose_name_is_no_text_gets_a_page(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text(json.dumps({"command": [os.fsdecode(b"gr\xfcn.py")], "state": "finished"}))
+    page = report.write(load(tmp_path), tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "<title>gr?n.py" in page
+
+
 def test_what_the_script_does_not_say_is_seen_or_asked_for(tmp_path: Path) -> None:
     spans = [["span", "forward", k * 10 * MS, (k * 10 + 3) * MS, 1, {"samples": 8}] for k in range(20)]
     spans += [["span", "backward", (k * 10 + 3) * MS, (k * 10 + 9) * MS, 1, {}] for k in range(20)]
@@ -131,6 +138,15 @@ def test_what_the_script_does_not_say_is_seen_or_asked_for(tmp_path: Path) -> No
     assert 'trace.scalar("loss"' not in " ".join(text for _, text in said(tmp_path))
     assert loss_progress(run) == Progress(5.0, pytest.approx(4.05))
     assert "as seen: what backward was called on" in report.render(run)
+
+
+def test_the_loss_that_one_rank_says_is_not_mixed_with_what_is_seen_of_the_others(tmp_path: Path) -> None:
+    """Under a GradScaler `backward` is called on the loss times 65536, and on the first rank alone the script says it."""
+    seen = [["scalar", "seen_loss", k, k, 65536.0 * (4 - k)] for k in range(3)]
+    write_trace(tmp_path, 0, 2, [*seen, *(["scalar", "loss", k, k, 4.0 - k] for k in range(3))])
+    write_trace(tmp_path, 1, 2, [*seen, ["scalar", "seen_loss", 3, 3, float("inf")]])
+    assert loss_progress(load(tmp_path)) == Progress(4.0, 3.0)
+    assert not [text for _, text in said(tmp_path) if "became inf" in text]
 
 
 def test_start_up_is_from_the_launch_to_the_last_first_forward(tmp_path: Path) -> None:
@@ -233,6 +249,26 @@ def test_perfetto_rows_hold_no_crossing_spans(tmp_path: Path) -> None:
     assert len({event["tid"] for event in reduces}) == 2
     assert next(event for event in complete if event["name"] == "backward")["dur"] == 12_000
     assert next(event for event in found if event["ph"] == "C")["args"] == {"value": 2.0}
+
+
+def test_a_loss_that_is_not_a_number_leaves_perfetto_a_file_that_it_can_read(tmp_path: Path) -> None:
+    write_trace(
+        tmp_path,
+        0,
+        1,
+        [
+            ["span", "data", 0, MS, 1, {"scale": float("inf")}],
+            ["scalar", "loss", 1 * MS, 0, 2.0],
+            ["scalar", "loss", 2 * MS, 1, float("nan")],
+        ],
+    )
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    path = perfetto.export(load(tmp_path), tmp_path / "perfetto.json")
+    found = json.loads(path.read_text(), parse_constant=refuse)["traceEvents"]
+    assert [event["args"] for event in found if event["ph"] in "CX"] == [{"scale": "Infinity"}, {"value": 2.0}]
 
 
 def test_tensorboard_gets_each_point_at_its_own_moment_and_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

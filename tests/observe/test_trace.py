@@ -10,11 +10,15 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
-from phalanx.errors import ConfigError
+from phalanx.errors import ArgumentTypeError, ConfigError
 from phalanx.observe import trace
+from phalanx.observe.run import load
 from tests.cluster import run_ranks, spawn_ranks
 
 pytestmark = pytest.mark.timeout(30)
@@ -49,6 +53,44 @@ def test_each_kind_of_event_is_written_in_its_shape(tmp_path: Path) -> None:
     assert named(recorder.path, "bucket_filled")[0][3:] == [me, {"bucket": 1}]
     assert named(recorder.path, "loss")[0][3:] == [5, 0.25]
     assert named(recorder.path, "plan")[0][3] == {"buckets": []}
+
+
+@pytest.mark.parametrize("value", [torch.tensor(0.25, requires_grad=True), torch.tensor([0.25]), np.float32(0.25)])
+@pytest.mark.parametrize("step", [3, np.int64(3), torch.tensor(3)])
+def test_numbers_of_other_kinds_are_points_of_a_curve(tmp_path: Path, step: Any, value: Any) -> None:
+    trace.start(tmp_path, rank=0)
+    trace.scalar(trace.LOSS, step, value)
+    trace.stop()
+    (point,) = load(tmp_path).ranks[0].curve(trace.LOSS)
+    assert (point.step, point.value) == (3, 0.25) and isinstance(point.step, int)
+
+
+@pytest.mark.parametrize(
+    ("step", "value"), [(0.5, 1.0), ("1", 1.0), (1, None), (1, "much"), (1, torch.ones(2)), (1, 10**400)]
+)
+def test_what_is_no_number_is_refused_where_it_is_given(tmp_path: Path, step: Any, value: Any) -> None:
+    trace.start(tmp_path, rank=0)
+    with pytest.raises(ArgumentTypeError, match="rank 0: the curve 'loss'"):
+        trace.scalar(trace.LOSS, step, value)
+    trace.stop()
+    assert load(tmp_path).ranks[0].curve(trace.LOSS) == []
+
+
+class Unspeakable:
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
+@pytest.mark.parametrize("value", [{(1, 2): 3}, Unspeakable()])
+def test_what_json_cannot_hold_costs_no_other_event(tmp_path: Path, value: Any) -> None:
+    recorder = trace.start(tmp_path, rank=0)
+    trace.scalar(trace.LOSS, 0, 1.0)
+    trace.fact("shapes", value)
+    trace.scalar(trace.LOSS, 1, 0.5)
+    recorder.flush()
+    (rank,) = load(tmp_path).ranks
+    assert [point.value for point in rank.curve(trace.LOSS)] == [1.0, 0.5]
+    assert [instant.attrs["text"][:38] for instant in rank.instants] == ["fact 'shapes' is missing in the trace:"]
 
 
 def test_events_of_many_threads_are_all_kept_in_each_threads_order(tmp_path: Path) -> None:
@@ -130,8 +172,6 @@ def test_while_off_the_module_functions_do_nothing() -> None:
 
 def count_events(rank: int, world: int, folder: str) -> tuple[float, float]:
     """Events a step, and the processor's seconds an event takes on the thread that records it."""
-    import torch
-
     import phalanx
 
     layers = torch.nn.Sequential(*[torch.nn.Linear(300, 300) for _ in range(4)])

@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from phalanx.cli.console import echo_path, importing, say
-from phalanx.errors import ConfigError, StateError
+from phalanx.errors import ConfigError, PhalanxError, StateError
 from phalanx.launch.records.runs import newest
 
 
@@ -54,6 +54,8 @@ def command(
             echo_path(tensorboard_dir)
     except OSError as error:
         raise ConfigError(f"cannot write {error.filename or page}: {error.strerror}") from None
+    except PhalanxError:
+        raise  # says what is wrong by itself, as that TensorBoard is not installed
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, ArithmeticError, UndefinedError) as error:
         # Each line has the form of an event, but what it says cannot have happened. Only a run that somebody edited does.
         raise StateError(

@@ -83,10 +83,11 @@ def choose_inner(mode: str | None, options: Mapping[str, Any]) -> Inner:
         raise ConfigError('options["compiler"] is the compiler of the pieces and cannot be "phalanx" again.')
     settings: dict[str, Any] = {}
     if chosen == "inductor":
-        patches = {**(torch._inductor.list_mode_options(mode) if mode else {}), **rest}
+        # As torch.compile itself does, which checks names and kinds and knows "max-autotune" for max_autotune. What is
+        # wrong would be each piece's own failure otherwise, and all of them would run uncompiled.
+        patches = torch._TorchCompileInductorWrapper(mode, rest, None).config
         # The next piece is compiled for the strides that the graph's own values have.
-        patches["keep_output_stride"] = True
-        settings["config_patches"] = patches
+        settings["config_patches"] = {**patches, "keep_output_stride": True}
     else:
         settings |= {"mode": mode} if mode else {}
         settings |= {"options": rest} if rest else {}

@@ -88,6 +88,8 @@ def _active(pretended: _Pretended) -> Iterator[None]:
 @contextmanager
 def _unchanged(module: torch.nn.Module) -> Iterator[None]:
     """Buffers and random state are afterwards what they were."""
+    # By their place as well: a forward may put another tensor there, as `self.count = self.count + 1` does.
+    places_of = [(owner._buffers, dict(owner._buffers)) for owner in module.modules()]
     buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
     places = {p.device for p in module.parameters() if p.device.index is not None and p.device.type not in ("cpu", "meta")}
     kind = next((place.type for place in places), "cuda")  # any will do where there is no place to look at
@@ -95,6 +97,8 @@ def _unchanged(module: torch.nn.Module) -> Iterator[None]:
         try:
             yield
         finally:
+            for held, before in places_of:
+                held.update(before)
             with torch.no_grad():
                 for buffer, saved in buffers:
                     buffer.copy_(saved)

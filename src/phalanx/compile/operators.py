@@ -106,6 +106,10 @@ def mutated_by(node: Node) -> list[Node]:
         return [] if node.users else list(node.all_input_nodes)
     if isinstance(target, torch._ops.OpOverload):
         return _mutated_by_schema(node, target)
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        # Which one is called is decided when it is: what any of them would change.
+        overloads = (getattr(target, name) for name in target.overloads())
+        return [changed for overload in overloads for changed in _mutated_by_schema(node, overload)]
     changed: list[Any] = [node.kwargs.get("out")]
     name = _name(node)
     in_place = name.endswith("_") and not name.endswith("__")
@@ -152,6 +156,7 @@ class Obstacles:
         self._index = {node: i for i, node in enumerate(operators)}
         self._forbid_inside_values()
         self._forbid_before_mutations()
+        self._forbid_around_hooks()
         self._forbid_inside_effects()
         self._forbid_without_gradient()
 
@@ -182,6 +187,16 @@ class Obstacles:
             for each in (node, *node.all_input_nodes):
                 for key in _memory(each):
                     touched.setdefault(key, i)
+
+    def _forbid_around_hooks(self) -> None:
+        """A hook gets the whole gradient of its tensor, of which a later piece would know only its own part."""
+        for i, node in enumerate(self._operators):
+            if _name(node) == "register_hook" and isinstance(node.args[0], Node):
+                first, last = self._index.get(node.args[0], i), i
+                # A view that a piece returns, or a view of it, is made anew outside of the piece, where the hook is not.
+                if any(tensor._is_view() for tensor in _tensors(value_of(node))):
+                    last = max(j for j, other in enumerate(self._operators) if _shares_memory(node, other))
+                self._forbid(first, last, f"'{node.name}' is called with the whole gradient of '{node.args[0].name}'")
 
     def _forbid_inside_effects(self) -> None:
         """Global state is switched by nodes without a result. Of some nobody knows which belong together."""
@@ -220,6 +235,11 @@ def _memory(node: Node) -> Iterator[Any]:
         except RuntimeError:
             # Tensor subclasses need not have one storage.
             yield node
+
+
+def _shares_memory(node: Node, user: Node) -> bool:
+    keys = set(_memory(node))
+    return any(not keys.isdisjoint(_memory(each)) for each in (user, *user.all_input_nodes))
 
 
 def _is_effect(node: Node) -> bool:

@@ -42,6 +42,7 @@ class DDPOptimizer:
     def __init__(
         self, bucket_bytes_cap: int, backend_compile_fn: Inner, first_bucket_cap: int | None = None
     ) -> None:
+        BucketCaps((bucket_bytes_cap,))  # refuses what is none
         if first_bucket_cap is None:
             first_bucket_cap = min(DEFAULT_FIRST_CAP_BYTES, bucket_bytes_cap)
         self.bucket_bytes_cap = bucket_bytes_cap

@@ -6,6 +6,7 @@ or a pipe, is replaced and not written to. Elsewhere a device or a link of one's
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from pathlib import Path
@@ -13,10 +14,14 @@ from pathlib import Path
 
 def write_made(text: str, path: str | Path, run_folder: Path) -> Path:
     """Write `text`, made of the run in `run_folder`, to `path`, and return that. Raises OSError."""
+    # A script's name may hold bytes that are no text, for which Python has characters that are none.
+    data = text.encode("utf-8", "replace")
     target = Path(path)
+    if not target.name:  # "." or "/", beside which no file can be made
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(target))
     is_inside = target.parent.resolve() == run_folder.resolve()
     if not is_inside and _leads_on(target):
-        target.write_text(text, encoding="utf-8")
+        target.write_bytes(data)
         return target
     # In a run's folder nobody else may read it, as all that is there: the folder may be somebody else's, and lead to files
     # that only we can read.
@@ -24,8 +29,8 @@ def write_made(text: str, path: str | Path, run_folder: Path) -> Path:
     fresh = target.with_name(f".{target.name}.{os.getpid()}")
     fresh.unlink(missing_ok=True)
     try:
-        with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w", encoding="utf-8") as file:
-            file.write(text)
+        with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+            file.write(data)
         fresh.replace(target)
     except OSError:
         fresh.unlink(missing_ok=True)

@@ -7,6 +7,7 @@ own, since the format cannot draw spans that cross on one row.
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,13 @@ _FIRST_COMMUNICATION_ROW = 1000
 
 def export(run: Run, path: str | Path) -> Path:
     """Write the run to `path` and return it."""
-    return write_made(json.dumps({"traceEvents": events(run), "displayTimeUnit": "ms"}), path, run.path)
+    value = {"traceEvents": events(run), "displayTimeUnit": "ms"}
+    try:
+        text = json.dumps(value, allow_nan=False)
+    except ValueError:
+        # Perfetto and Chrome refuse a whole file for one number that is none: it becomes a word.
+        text = json.dumps(json.loads(json.dumps(value), parse_constant=str))
+    return write_made(text, path, run.path)
 
 
 def events(run: Run) -> list[dict[str, Any]]:
@@ -72,6 +79,8 @@ def _rank_events(rank: RankTrace, who: str) -> list[dict[str, Any]]:
             }
         )
     for scalar in rank.scalars:
+        if not math.isfinite(scalar.value):
+            continue  # a gap in the curve
         found.append(
             {
                 "ph": "C",

@@ -29,6 +29,7 @@ from phalanx.observe.stats import (
     hidden_share,
     lateness,
     longest_together,
+    loss_name,
     loss_progress,
     median_pass_ns,
     passes,
@@ -63,7 +64,6 @@ def render(run: Run) -> str:
     environment.filters["percent"] = lambda share: "none" if share is None else f"{share:.0%}"
     times = [rank_times(rank) for rank in run.ranks]
     memory = memory_rows(run)
-    said_loss = any(rank.curve(trace.LOSS) for rank in run.ranks)
     return environment.get_template("report.html").render(
         title=_title(run),
         command=_command(run) if _command(run) != _title(run) else "",
@@ -81,7 +81,7 @@ def render(run: Run) -> str:
         cuts=_cuts(run),
         memory=memory,
         sharded=any(UNSHARDED in kinds for _, kinds in memory),
-        loss_name=trace.LOSS if said_loss else trace.SEEN_LOSS,
+        loss_name=loss_name(run),
         tails=[] if run.ranks else tails(run),
         peaks=[(rank.rank, _peak(rank)) for rank in run.ranks],
         has_passes=any(passes(rank) for rank in run.ranks),

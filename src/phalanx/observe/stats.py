@@ -15,7 +15,7 @@ from typing import TypeVar
 from phalanx.observe import trace
 from phalanx.observe.generations import parts
 from phalanx.observe.intervals import Interval, clip, difference, intersection, length, union
-from phalanx.observe.run import RankTrace, Run, Scalar, Span
+from phalanx.observe.run import RankTrace, Run, Span
 
 SMOOTHED_STEPS = 20
 """A loss is shown as the mean of so many steps."""
@@ -244,7 +244,8 @@ class Progress:
 
 def loss_progress(run: Run) -> Progress | None:
     """The loss at the first step, and over the last `SMOOTHED_STEPS` of them: means over the ranks. None without any."""
-    known = [curves for curves in (_finite_losses(part.ranks) for part in parts(run)) if curves]
+    name = loss_name(run)
+    known = [curves for curves in (_finite(part.ranks, name) for part in parts(run)) if curves]
     if not known:
         return None
     # Of an elastic run those who began, and those who are there at last.
@@ -252,8 +253,8 @@ def loss_progress(run: Run) -> Progress | None:
     return Progress(statistics.fmean(curve[0] for curve in known[0]), last)
 
 
-def _finite_losses(ranks: Sequence[RankTrace]) -> list[list[float]]:
-    curves = [[point.value for point in loss_curve(rank) if math.isfinite(point.value)] for rank in ranks]
+def _finite(ranks: Sequence[RankTrace], name: str) -> list[list[float]]:
+    curves = [[point.value for point in rank.curve(name) if math.isfinite(point.value)] for rank in ranks]
     return [curve for curve in curves if curve]
 
 
@@ -270,9 +271,12 @@ def recent_mean(values: Sequence[float]) -> float:
     return statistics.fmean(values[-SMOOTHED_STEPS:])
 
 
-def loss_curve(rank: RankTrace) -> list[Scalar]:
-    """What the script said of its loss, or else what was seen of it."""
-    return rank.curve(trace.LOSS) or rank.curve(trace.SEEN_LOSS)
+def loss_name(run: Run) -> str:
+    """The curve of the loss: what the script said of it, on one rank at least, or else what was seen.
+
+    Never one rank's the one and another's the other: what is seen may be scaled, or a part of what is said.
+    """
+    return trace.LOSS if any(rank.curve(trace.LOSS) for rank in run.ranks) else trace.SEEN_LOSS
 
 
 def tokens_per_s(run: Run) -> float | None:

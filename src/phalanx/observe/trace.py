@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import operator
 import os
 import platform
 import sys
@@ -103,8 +104,22 @@ class Recorder:
         self._events.append(("instant", name, now_ns(), _thread_id(), attrs))
 
     def scalar(self, name: str, step: int | None, value: float) -> None:
-        """Record one point of the curve `name`."""
+        """Record one point of the curve `name`. A number of NumPy's or a tensor of one element is one too."""
+        if type(value) is not float or type(step) is not int:
+            step, value = self._as_numbers(name, step, value)
         self._events.append(("scalar", name, now_ns(), step, value))
+
+    def _as_numbers(self, name: str, step: Any, value: Any) -> tuple[int | None, float]:
+        # Here and not when it is written: a tensor may be changed by then, and would keep its graph. What is no number
+        # would be found by the report only, when the run is over.
+        try:
+            number = float(value.item() if hasattr(value, "item") else value)
+            return None if step is None else operator.index(step), value if type(value) is int else number
+        except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+            raise ArgumentTypeError(
+                f"rank {self.rank}: the curve {name!r} got {value!r:.60} at step {step!r:.60}, which is no number at a "
+                f"whole step ({error}). Give a number, such as loss.item(), and an int or None."
+            ) from error
 
     def fact(self, name: str, value: Any) -> None:
         """Record a JSON value that holds from now on; the last one of a name wins."""
@@ -115,7 +130,7 @@ class Recorder:
         with self._flush_lock:
             lines = []
             while self._events:
-                lines.append(_encode(self._events.popleft()))
+                lines.append(_line(self._events.popleft()))
             if lines and self._descriptor >= 0:
                 try:
                     self._write("\n".join(lines) + "\n")
@@ -156,6 +171,15 @@ class Recorder:
         data = memoryview(text.encode())
         while data:
             data = data[os.write(self._descriptor, data) :]
+
+
+def _line(event: tuple[Any, ...]) -> str:
+    try:
+        return _encode(event)
+    except Exception as error:
+        # Keys that are no text, a list in itself, a dict that is being filled: the events before and after it are kept.
+        text = f"{event[0]} {event[1]!r:.60} is missing in the trace: {type(error).__name__}: {error!s:.200}"
+        return _encode(("instant", WARNING, now_ns(), _thread_id(), {"text": text}))
 
 
 def start(directory: str | os.PathLike[str], rank: int, world: int | None = None) -> Recorder:

@@ -2,7 +2,8 @@
 
 Alone, a parameter is stepped by its own hook. Wrapped in DistributedDataParallel, the wrapper takes over:
 it steps a bucket's parameters when their mean has arrived, and not at all under `no_sync`. With `max_norm`
-all steps wait until the last gradient is there, because the global norm needs them all.
+all steps wait until the last gradient is there, because the global norm needs them all; alone also where reentrant
+checkpointing runs passes inside the pass, each of which may bring a part of a shared parameter's gradient only.
 Must not know of process groups.
 """
 
@@ -18,7 +19,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from ..errors import ArgumentTypeError, ConfigError
-from .engine import BackwardEnd, call_in_enclosing, enclosing_function
+from .engine import BackwardEnd, call_in_enclosing, current_backward, enclosing_function, running_graph
 
 _OWNERS = "_phalanx_in_backward"
 _num_applied = 0
@@ -43,6 +44,7 @@ class InBackward:
         # The end of the backward under way, or where it will be queued from: both belong to autograd and live as long.
         self._end: Callable[[], _End | None] = _nothing
         self._enclosing: Callable[[], Any] = _nothing
+        self._seen = (-1, False)  # the pass that was looked at last, and whether there are passes inside it or around it
         self._handles: dict[torch.nn.Parameter, RemovableHandle] = {}
         # The parameters keep this object alive through an attribute, which the garbage collector can
         # follow, and their hooks refer to it weakly, because those it cannot.
@@ -96,12 +98,20 @@ class InBackward:
     def _on_gradient(self, param: torch.Tensor) -> None:
         if self._accumulating:
             return
-        if self.max_norm is None:
-            self._step(param)
-            return
         if self._end() is None:
+            if self.max_norm is None and not self._is_nested():
+                self._step(param)
+                return
             self._queue_end()
         self._pending.append(param)  # type: ignore[arg-type]
+
+    def _is_nested(self) -> bool:
+        """Whether a gradient that is there now may be a part of it only, and its weights still be needed."""
+        running = current_backward()
+        if running != self._seen[0]:
+            graph = running_graph()
+            self._seen = running, enclosing_function() is not None or (graph is not None and graph.nests)
+        return self._seen[1]
 
     def _queue_end(self) -> None:
         """Have the outermost pass that runs now call `backward_ended`: one inside it ends before all gradients are there."""
@@ -180,6 +190,8 @@ def apply_in_backward(
     **options: Any,
 ) -> InBackward:
     """Step `params` with `optimizer_class(…, **options)` during backward and free each gradient at once.
+
+    Without a wrapper, where reentrant checkpointing is used, all of them at its end.
 
     `max_norm` clips by the norm over all these parameters. Of a model that is wrapped, call it before a forward, not
     between forward and backward, on every rank alike: the next forward takes it over, and its backward compares.

@@ -17,6 +17,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from numbers import Real
 from typing import Any
 
 import torch
@@ -36,7 +37,9 @@ class BucketCaps:
     caps_bytes: tuple[int, ...] = (DEFAULT_FIRST_CAP_BYTES, DEFAULT_CAP_BYTES)
 
     def __post_init__(self) -> None:
-        if not self.caps_bytes or any(cap < 0 for cap in self.caps_bytes):
+        # `nan` is no cap: it is neither below 0 nor above it, and all gradients would travel in one bucket.
+        given: Any = self.caps_bytes
+        if not given or not all(isinstance(cap, Real) and float(cap) >= 0 for cap in given):
             raise PlanError(
                 f"bucket caps must be non-empty and non-negative, got {self.caps_bytes}. "
                 "Give bucket_cap_mb >= 0 or a list of such numbers."

@@ -15,7 +15,7 @@ from phalanx.observe.stats import (
     bucket_times,
     hidden_share,
     lateness,
-    loss_curve,
+    loss_name,
     passes,
     rank_times,
     samples_per_s,
@@ -92,9 +92,9 @@ def _missing(run: Run) -> list[Finding]:
 
 
 def _losses(run: Run) -> list[Finding]:
+    name = loss_name(run)
     for rank in run.ranks:
-        points = loss_curve(rank)
-        broken = next((point for point in points if not math.isfinite(point.value)), None)
+        broken = next((point for point in rank.curve(name) if not math.isfinite(point.value)), None)
         if broken is not None:
             where = f"step {broken.step}" if broken.step is not None else f"{broken.at / 1e9:.1f} s"
             return [Finding("bad", f"The loss of {run.who} {rank.rank} became {broken.value} at {where}.")]
@@ -179,7 +179,7 @@ def _not_seen(run: Run) -> list[Finding]:
     if not run.ranks or not passes(run.ranks[0]):
         return []
     found = []
-    if not any(loss_curve(rank) for rank in run.ranks):
+    if not any(rank.curve(loss_name(run)) for rank in run.ranks):
         line = 'phalanx.observe.trace.scalar("loss", step, loss.item())'
         found.append(Finding("info", f"No loss was seen. To have its curve here, add to the training loop: {line}"))
     if tokens_per_s(run) is None and samples_per_s(run) is None:

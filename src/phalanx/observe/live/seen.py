@@ -117,5 +117,8 @@ def see_losses(recorder: trace.Recorder) -> None:
 
 
 def _record(recorder: trace.Recorder, step: int, value: torch.Tensor) -> None:
-    pulse.loss = float(value.detach())
+    try:
+        pulse.loss = float(value.detach())
+    except RuntimeError:
+        return  # of a rehearsal on the meta device or with fake tensors, which have no values
     recorder.scalar(trace.SEEN_LOSS, step, pulse.loss)

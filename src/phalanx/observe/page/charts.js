@@ -35,7 +35,10 @@ function ticks(low, high, wanted) {
   const power = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 2.5, 5, 10].find((one) => one * power >= rough) * power;
   const found = [];
-  for (let at = Math.ceil(low / step) * step; at <= high + step * 1e-6; at += step) found.push(Number(at.toPrecision(12)));
+  // Counted: to a number of 18 digits a small step adds nothing, and the loop would never come to its end.
+  for (let at = Math.ceil(low / step) * step, left = wanted + 2; at <= high + step * 1e-6 && left > 0; at += step, left--) {
+    found.push(Number(at.toPrecision(12)));
+  }
   return found;
 }
 
