@@ -88,9 +88,6 @@ def test_a_mistake_is_one_line_with_a_remedy_and_exit_code_2(
     (tmp_path / "hidden").mkdir()
     for name in ("train.py", "torch.py"):
         (tmp_path / "hidden" / name).write_text("print('ran')")
-    for name, text in (("raises", "raise RuntimeError('not today')"), ("leaves", "raise SystemExit(3)")):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "__init__.py").write_text(text)
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "run.json").write_text('{"state": "finished"}')
     with pytest.raises(SystemExit) as ended:
