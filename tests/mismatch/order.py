@@ -177,6 +177,19 @@ def plain_options(change: Callable[[Any], None], late: bool) -> Row:
     return row
 
 
+def plain_subset(world: Odd) -> None:
+    """The odd rank's plain optimizer lacks a parameter, which the others step."""
+    wrapped = wrap()
+    params = dict(wrapped.module.named_parameters())
+    optimizer = torch.optim.SGD([p for n, p in params.items() if not (world.odd and n == "0.bias")], lr=0.1)
+    for _ in range(3):
+        backward(wrapped)
+        optimizer.step()
+    world.settled(wrapped)
+    backward(wrapped)
+    _exchange(world).barrier()
+
+
 def forward_once_more(world: Odd) -> None:
     """Without a backward: only its buffers are synchronised."""
     wrapped = phalanx.DistributedDataParallel(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8)))
@@ -226,6 +239,7 @@ ROWS: dict[str, tuple[Row, str]] = {
         plain_options(set_lr, late=False),
         "lr of group 0 in the last step, which has been applied is 0.1 on rank 0, 2, 0.7 on rank 1",
     ),
+    "a plain optimizer of some": (plain_subset, "parameters that it has not is none on rank 0, 2, 0.bias on rank 1"),
     "a backward more before a plain step": (plainly(2, 1), _STEPS + "0 on rank 1"),
     "forward once more": (forward_once_more, "broadcast of 128 x uint8"),
     "buffer added later": (buffer_added_later, "this rank has 2 tensors of 32 bytes together, rank 0 has 1 of 12"),

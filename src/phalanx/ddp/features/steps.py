@@ -8,7 +8,7 @@ number of batches, comes with other options. The first bucket's tail carries a n
 differs is found out before the others apply anything more.
 
     number                               of steps since the last pass
-    used                                 class and options of the last step; these were applied
+    used                                 class and options of the last step, and what it left out; these were applied
     now                                  its options when the next backward begins: they will be, and have not been yet
 
 That ranks did not do the same is not yet a mistake. One may look for a learning rate and then load what it had saved; each
@@ -49,10 +49,20 @@ if TYPE_CHECKING:
     from ..module import DistributedDataParallel
 
 _RANKS_OWN = ("rank", "device", "seed")  # in the name of an option that is meant to differ
+_MOST_NAMES = 4  # of parameters, in words
 _MOST_GROUPS = 64  # of an optimizer, spread over all: one with a group per parameter is not read through in every step
 
 Values = tuple[tuple[Any, ...], ...]
 """The values of options, per group."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What an optimizer has of one wrapper: the numbers of the groups with parameters of it, and the names of those that
+    it has not."""
+
+    groups: tuple[int, ...]
+    left_out: str
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
@@ -60,29 +70,30 @@ class _Step:
     """One step of an optimizer. Its groups are held until the next pass: ranks free an optimizer at different moments."""
 
     optimizer: str
+    left_out: str  # in words, what of the wrapper's parameters it does not have
     options: tuple[str, ...]
     numbers: tuple[int, ...]  # of the groups that have parameters of the wrapper
     groups: list[dict[str, Any]]
     used: Values
 
     @classmethod
-    def of(cls, optimizer: torch.optim.Optimizer, numbers: tuple[int, ...]) -> _Step:
-        """`numbers`: of the groups that have parameters of the wrapper."""
+    def of(cls, optimizer: torch.optim.Optimizer, part: _Part) -> _Step:
         if optimizer in _compare_themselves:
-            return cls(type(optimizer).__name__, (), (), [], ())
+            return cls(type(optimizer).__name__, "", (), (), [], ())
+        numbers = part.groups
         groups = [optimizer.param_groups[number] for number in numbers]
         options = tuple(name for name in own_options(optimizer) if not any(word in name for word in _RANKS_OWN))
-        return cls(type(optimizer).__name__, options, numbers, groups, _read(groups, options))
+        return cls(type(optimizer).__name__, part.left_out, options, numbers, groups, _read(groups, options))
 
     def loaded(self, optimizer: torch.optim.Optimizer) -> None:
         """The optimizer has loaded a state, by which it has other groups: the next step is made by these."""
         self.groups[:] = [optimizer.param_groups[number] for number in self.numbers]
 
     @property
-    def values(self) -> tuple[str, tuple[str, ...], Values, Values]:
+    def values(self) -> tuple[str, str, tuple[str, ...], Values, Values]:
         """All that ranks have in common, with the options as they are now. Not the groups' numbers: one rank may have
         others before them, of parameters that are its own."""
-        return self.optimizer, self.options, self.used, _read(self.groups, self.options)
+        return self.optimizer, self.left_out, self.options, self.used, _read(self.groups, self.options)
 
 
 def _read(groups: Sequence[dict[str, Any]], options: Sequence[str]) -> Values:
@@ -101,7 +112,7 @@ class StepCount:
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
         self._ddp = weakref.ref(ddp)  # whose reducer keeps this, and its parameters, so that their ids stay theirs
-        self._ids = frozenset(map(id, ddp.reducer.params))
+        self._names = {id(param): name for name, param in ddp._trained}
         self._group: Any = None
         self._were_uneven = False  # whether ranks may have made other steps before the last pass
         self._steps: list[_Step] = []  # since the last pass
@@ -119,11 +130,15 @@ class StepCount:
         """Of all passes together."""
         return self._num_before + len(self._steps)
 
-    def groups_of(self, optimizer: torch.optim.Optimizer) -> tuple[int, ...]:
-        """The numbers of the groups in which parameters of the wrapper are."""
-        groups = optimizer.param_groups
-        found = [n for n, group in enumerate(groups) if any(id(param) in self._ids for param in group["params"])]
-        return tuple(found[:: -(-len(found) // _MOST_GROUPS) or 1])
+    def part_of(self, optimizer: torch.optim.Optimizer) -> _Part | None:
+        """What it has of the wrapper, if anything."""
+        numbered = [(n, id(param)) for n, group in enumerate(optimizer.param_groups) for param in group["params"]]
+        groups = sorted({n for n, one in numbered if one in self._names})
+        there = {one for _, one in numbered}
+        names = [name for one, name in self._names.items() if one not in there]
+        rest = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+        left_out = ", ".join(names[:_MOST_NAMES]) + rest or "none"
+        return _Part(tuple(groups[:: -(-len(groups) // _MOST_GROUPS) or 1]), left_out) if groups else None
 
     def stepped(self, before: int, step: _Step) -> None:
         """A step has ended, at whose begin there were `before`: steps inside of it, if there were any, are part of it."""
@@ -160,8 +175,8 @@ class StepCount:
         words = {"number of optimizer steps since the last averaged backward": str(self._told)}
         if not self._last:
             return words
-        optimizer, options, used, now = self._last
-        words["optimizer of the last step"] = optimizer
+        optimizer, left_out, options, used, now = self._last
+        words |= {"optimizer of the last step": optimizer, "parameters that it has not": left_out}
         for when, values in (("", now), (" in the last step, which has been applied", used)):
             for number, group in enumerate(values):
                 words |= {f"{o} of group {number}{when}": repr(v) for o, v in zip(options, group, strict=True)}
@@ -197,11 +212,11 @@ class StepCount:
 
 @dataclass(slots=True)
 class _Stepped:
-    """An optimizer: how many parameters it has, those who count its steps and by which groups, and what each had counted
-    when one began."""
+    """An optimizer: how many parameters it has, those who count its steps and what it has of each, and what each had
+    counted when one began."""
 
     num_params: int
-    counts: tuple[tuple[weakref.ref[StepCount], tuple[int, ...]], ...]
+    counts: tuple[tuple[weakref.ref[StepCount], _Part], ...]
     before: list[int]
 
 
@@ -230,7 +245,7 @@ def _begins(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
     num_params = sum(len(group["params"]) for group in optimizer.param_groups)
     known = _known.get(optimizer)
     if known is None or known.num_params != num_params:
-        found = tuple((weakref.ref(count), groups) for count in _counts if (groups := count.groups_of(optimizer)))
+        found = tuple((weakref.ref(count), part) for count in _counts if (part := count.part_of(optimizer)) is not None)
         known = _known[optimizer] = _Stepped(num_params, found, [])
         if optimizer not in _untold:
             _untold[optimizer] = weakref.WeakSet()
@@ -243,9 +258,9 @@ def _ended(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
     known = _known.get(optimizer)
     if known is None or current_backward() != -1 or all(_is_nought(group.get("lr")) for group in optimizer.param_groups):
         return
-    for (one, groups), before in zip(known.counts, known.before, strict=True):
+    for (one, part), before in zip(known.counts, known.before, strict=True):
         if (count := one()) is not None:
-            step = _Step.of(optimizer, groups)
+            step = _Step.of(optimizer, part)
             count.stepped(before, step)
             _untold[optimizer].add(step)
 
