@@ -71,9 +71,23 @@ MUTATIONS = (
     Mutation(
         name="data: a stream's rank without samples stops",
         file=STREAM,
-        old='        if start == stop and self._ending == "weight":\n',
+        old='        if start == stop and self.__ending == "weight":\n',
         new="        if False:\n",
         tests="tests/data/test_loader.py",
+    ),
+    Mutation(
+        name="data: what a worker_init_fn sets stays with the part of the stream",
+        file=STREAM,
+        old="            setattr(self.__stream, name, value)\n",
+        new="            super().__setattr__(name, value)\n",
+        tests="tests/data/test_epochs.py",
+    ),
+    Mutation(
+        name="data: a place in a stream is one for steps of any size",
+        file=LOADER,
+        old='        if state["position"] and steps != self._source.steps:\n',
+        new="        if False:\n",
+        tests="tests/data/test_resuming.py",
     ),
     Mutation(
         name="values: a rank that counts nothing spoils the mean",

@@ -135,6 +135,13 @@ MUTATIONS = (
         tests="tests/bad_calls/test_bad_calls.py::test_a_wrong_argument_is_one_clear_error",
     ),
     Mutation(
+        name="compile: a hook is cut off from its tensor",
+        file="src/phalanx/compile/operators.py",
+        old="        self._forbid_around_hooks()\n",
+        new="",
+        tests="tests/compile/test_operators.py",
+    ),
+    Mutation(
         name="interfaces: a number is the name of one",
         file="src/phalanx/remote/interfaces.py",
         old="    if not isinstance(wanted, str):\n",

@@ -44,8 +44,15 @@ MUTATIONS = (
     Mutation(
         name="steps: options that were used are not told",
         file=STEPS,
-        old="        return self.optimizer, self.options, self.used, _read",
-        new="        return self.optimizer, self.options, (), _read",
+        old="        return self.optimizer, self.left_out, self.options, self.used, _read",
+        new="        return self.optimizer, self.left_out, self.options, (), _read",
+        tests="tests/mismatch/test_mismatch.py::test_a_setting_that_differs_is_an_error_on_every_rank",
+    ),
+    Mutation(
+        name="steps: parameters that an optimizer has not are not told",
+        file=STEPS,
+        old="        return self.optimizer, self.left_out, self.options, self.used, _read",
+        new='        return self.optimizer, "", self.options, self.used, _read',
         tests="tests/mismatch/test_mismatch.py::test_a_setting_that_differs_is_an_error_on_every_rank",
     ),
     Mutation(

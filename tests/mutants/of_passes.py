@@ -318,6 +318,20 @@ MUTATIONS = (
         tests="tests/ddp/test_unused.py",
     ),
     Mutation(
+        name="settling: what was left out may get gradient where hooks are made anew",
+        file=SETTLING,
+        old="    reducer.hooks.detach()\n    _refuse_dropped(reducer)\n",
+        new="    reducer.hooks.detach()\n",
+        tests="tests/ddp/test_unused.py",
+    ),
+    Mutation(
+        name="reducer: a plan is taken for one of the dtypes of another",
+        file=REDUCER,
+        old="        return self._current_kinds != self._kinds\n",
+        new="        return False\n",
+        tests="tests/ddp/test_groups.py tests/ddp/test_kinds.py",
+    ),
+    Mutation(
         name="joined: a rank that has joined keeps the gradients of its own last backward",
         file=JOINED,
         old="    if takes:\n        # It is to have",

@@ -426,6 +426,13 @@ MUTATIONS = (
         tests="tests/ddp/test_in_backward.py",
     ),
     Mutation(
+        name="in backward: a part of a shared layer's gradient steps it",
+        file=IN_BACKWARD,
+        old="            if self.max_norm is None and not self._is_nested():\n",
+        new="            if self.max_norm is None:\n",
+        tests="tests/ddp/test_in_backward.py",
+    ),
+    Mutation(
         name="overlap: a pass that is observed scatters by a plan that it replaces",
         file=OVERLAP,
         old="        if used is self._scatter and not wrapper.reducer.settled:",
