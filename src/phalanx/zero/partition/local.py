@@ -16,6 +16,15 @@ from .param_table import in_our_words
 from .shard import Shard
 from .update import Update
 
+# The code of every wrapper that torch puts around a class's step to run hooks.
+_RUNS_HOOKS = getattr(torch.optim.Optimizer.profile_hook_step(len), "__code__")  # noqa: B009  # of a callable, for mypy
+
+
+def runs_hooks(optimizer_class: type[torch.optim.Optimizer]) -> bool:
+    """Whether torch has put the hooks around the step of the class."""
+    # Not by the marks that it leaves: a step that passes for another one (`functools.wraps`) has those of the other one.
+    return getattr(optimizer_class.step, "__code__", None) is _RUNS_HOOKS
+
 
 class Stepper(Protocol):
     """In place of `LocalOptimizer.step_some` and of the gather, for the element partition. On every rank, or on none.
@@ -116,7 +125,7 @@ class LocalOptimizer:
         # Torch has wrapped the step of the class to run hooks, also those that users registered for all optimizers: these
         # have been run for the optimizer that users see. Run again, for each bucket, one that scales gradients would scale
         # them twice. Whoever puts hooks on this very instance gets torch's way.
-        step = getattr(type(optim).step, "__wrapped__", None) if getattr(type(optim).step, "hooked", False) else None
+        step = getattr(type(optim).step, "__wrapped__", None) if runs_hooks(type(optim)) else None
         if step is None or optim._optimizer_step_pre_hooks or optim._optimizer_step_post_hooks or "step" in vars(optim):
             return optim.step(*positional, **arguments)
         for hook in _for_parts(torch_optimizer._global_optimizer_pre_hooks):
