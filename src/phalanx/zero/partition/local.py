@@ -76,6 +76,9 @@ class LocalOptimizer:
     def pull(self, groups: Sequence[dict[str, Any]]) -> None:
         """Take over the options that the user may have edited."""
         for local, group in zip(self.groups, groups, strict=True):
+            # What was taken out of a group (`initial_lr`, for another schedule) would be back with the next `push`.
+            for key in local.keys() - group.keys() - self.optim.defaults.keys():
+                del local[key]
             local.update(_options(group))
 
     def push(self, groups: Sequence[dict[str, Any]]) -> None:
