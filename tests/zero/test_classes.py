@@ -12,7 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import phalanx
 from tests.cluster import run_ranks
-from tests.zero.cases import Given, differing, mean_gradients, sample, set_gradients
+from tests.zero.cases import Given, differing, mean_gradients, own_gradients, sample, set_gradients
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.covering(1)]
 
@@ -65,3 +65,36 @@ def count_hooks_of_derived(rank: int, world: int, dressed_up: bool) -> list[str]
 @pytest.mark.parametrize("dressed_up", [False, True])
 def test_hooks_run_once_around_the_step_of_a_derived_class(dressed_up: bool) -> None:
     assert run_ranks(2, count_hooks_of_derived, dressed_up) == [["global before", "before", "after"]] * 2
+
+
+@phalanx.zero.elementwise
+class Counting(optim.SGD):
+    """Its rate falls with the number of its steps, which it keeps in its groups."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["steps"] = group.get("steps", 0) + 1
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.sub_(param.grad, alpha=group["lr"] / group["steps"])
+
+
+def count_steps(rank: int, world: int, in_backward: bool) -> Any:
+    models = [Given(), Given()]
+    plain = Counting(models[0].parameters(), lr=0.1)
+    wrapped = phalanx.DistributedDataParallel(models[1], bucket_cap_mb=0.0005, on_unused="ignore")
+    options = {"overlap_with_ddp": True, "step_in_backward": in_backward}
+    zero = phalanx.ZeroRedundancyOptimizer(models[1].parameters(), Counting, lr=0.1, **options)
+    for step in range(4):
+        set_gradients(list(models[0].parameters()), mean_gradients(models[0], step))
+        plain.step()
+        zero.zero_grad()
+        wrapped(own_gradients(models[1], step, rank, world)).backward()
+        zero.step()
+    return len(wrapped.reducer.buckets) > 1, differing(models[1], sample(models[0])), zero.param_groups[0]["steps"]
+
+
+@pytest.mark.parametrize("in_backward", [True, False])
+def test_a_class_that_counts_its_steps_in_its_groups_counts_no_buckets(in_backward: bool) -> None:
+    assert run_ranks(2, count_steps, in_backward) == [(True, [], 4)] * 2

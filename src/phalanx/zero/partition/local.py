@@ -71,6 +71,8 @@ class LocalOptimizer:
         self.agree_on_due: Callable[[list[bool]], list[bool]] = list
         # Returns when all ranks are known to make the step under way; raises if they do not.
         self.await_others: Callable[[], None] = lambda: None
+        # The options of the step under way, as it began.
+        self._begun_with = [_options(local) for local in self.groups]
         self.push(groups)
 
     def pull(self, groups: Sequence[dict[str, Any]]) -> None:
@@ -80,6 +82,7 @@ class LocalOptimizer:
             for key in local.keys() - group.keys() - self.optim.defaults.keys():
                 del local[key]
             local.update(_options(group))
+        self._begun_with = [_options(local) for local in self.groups]
 
     def push(self, groups: Sequence[dict[str, Any]]) -> None:
         """Show the user the options as the optimizer left them, those it added included."""
@@ -111,7 +114,9 @@ class LocalOptimizer:
         # Neither the user's hooks on `optim` nor its state_dict() may be left with half of the groups if a step raises.
         try:
             for index, params in active.items():
-                self.groups[index]["params"] = params
+                # With the options of the whole step: a class that counts its steps in a group is to count no parts.
+                self.groups[index].clear()
+                self.groups[index].update(self._begun_with[index], params=params)
             self.optim.param_groups = [self.groups[index] for index in active]
             self._step(**arguments)
         finally:
