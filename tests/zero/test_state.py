@@ -407,3 +407,28 @@ def reload_keys_of_parameters(rank: int, world: int) -> Any:
 
 def test_parameters_of_a_class_of_ones_own_may_have_different_states() -> None:
     assert run_ranks(2, reload_keys_of_parameters) == [[False, True]] * 2
+
+
+def schedule_anew(rank: int, world: int, load: bool) -> Any:
+    """Of one optimizer as of the other: a schedule leaves something in the groups, which is gone before the next one."""
+    found = []
+    for model, optimizer in (plainly(1), trained(1)):
+        saved = plainly(1)[1].state_dict()
+        optim.lr_scheduler.StepLR(optimizer, 1)
+        set_gradients(list(model.parameters()), mean_gradients(model, 1))
+        optimizer.step()
+        if load:
+            optimizer.load_state_dict(saved)
+        else:
+            del optimizer.param_groups[0]["initial_lr"]
+        optimizer.param_groups[0]["lr"] = 0.5
+        optimizer.step()
+        keys = list(optimizer.param_groups[0])
+        found.append((keys, optim.lr_scheduler.StepLR(optimizer, 1).base_lrs))
+    return found
+
+
+@pytest.mark.parametrize("load", [False, True], ids=["deleted", "loaded"])
+def test_what_is_taken_out_of_the_groups_does_not_come_back(load: bool) -> None:
+    for plain, sharded in run_ranks(2, schedule_anew, load):
+        assert sharded == plain and plain[1] == [0.5]

@@ -285,3 +285,20 @@ def free(param: torch.Tensor) -> None:
 @pytest.mark.parametrize("change", [halve, free])
 def test_a_step_hook_that_changes_gradients_amid_backward_is_told(options: dict[str, Any], change: Any) -> None:
     run_ranks(2, change_gradients_amid_backward, options, change)
+
+
+def wrapped_in_other_precisions(rank: int, world: int, options: dict[str, Any]) -> None:
+    model, alone, _, zero = trained(3, options)
+    for precision in (phalanx.MixedPrecision(reduce_dtype=torch.float64), None):
+        wrapped = phalanx.DistributedDataParallel(model, bucket_cap_mb=0.001, mixed_precision=precision)
+        for _ in range(3):
+            zero.zero_grad()
+            loss(wrapped).backward()
+            zero.step()
+            step_alone(alone)
+            assert_alike(model, alone)
+
+
+@ways
+def test_an_optimizer_goes_on_with_a_wrapper_of_another_precision(options: dict[str, Any]) -> None:
+    run_ranks(2, wrapped_in_other_precisions, options)

@@ -183,7 +183,7 @@ class ZeroRedundancyOptimizer(ShowsState, torch.optim.Optimizer, Joinable):
             return self._confirm_update(self._overlap, closure, kwargs)
         with torch.autograd.profiler.record_function("Optimizer.step#ZeroRedundancyOptimizer.step"):
             # A derived class that has its own step is wrapped with the hooks by torch.
-            if type(self).step is not ZeroRedundancyOptimizer.step:
+            if step_hooks.runs_hooks(type(self)):
                 return self._step(closure, **kwargs)
             # What was not given, hooks do not see either.
             given = (self,) if closure is None else (self, closure)

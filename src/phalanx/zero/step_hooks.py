@@ -11,6 +11,10 @@ from typing import Any
 import torch
 from torch.optim import optimizer as torch_optimizer
 
+from .partition.local import runs_hooks
+
+__all__ = ["after", "are_there", "before", "runs_hooks"]
+
 _PACKAGE = __name__.partition(".")[0]
 
 

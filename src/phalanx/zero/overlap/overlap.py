@@ -35,7 +35,7 @@ from ..partition.element import ElementPartition, NumberedPlan, Placement
 from ..partition.kinds import Kind
 from ..partition.param_table import ParamTable
 from ..partition.update import UNCONFIRMED, Update
-from ..state.sharded_optimizer import ShardedOptimizer
+from ..state.sharded_optimizer import ShardedOptimizer, plans_alone
 from .gradient_shards import GradientShards, ScatteredGradient, fill_zeroed
 from .left_wrapper import LeftWrapper, take_over
 from .reduce_scatter import ReduceScatter
@@ -185,6 +185,7 @@ class Overlap(Listener):
         reducer.joined_take_means = True  # of which they own slices
         reducer.listeners.append(self)
         self.state = Engagement.OBSERVING
+        self._scatter = None  # that of an earlier wrapper is of its buckets
         if self.sharded.choice.partition == "element" and not self._low_precision:
             self._scatter = ReduceScatter(reducer.collectives, reducer, self.stage, self.in_backward)
             if wrapper._hook is None:
@@ -235,10 +236,9 @@ class Overlap(Listener):
             )
         sharded = self.sharded
         # The reducer's plan is in the precision of its buckets, which parameters of full precision cannot live in.
-        if not self._low_precision:
-            sharded.make_plans = self._make_plans
-            if sharded.placement is Placement.OWN:
-                sharded.placement = Placement.BUCKET
+        sharded.make_plans = plans_alone if self._low_precision else self._make_plans
+        if not self._low_precision and sharded.placement is Placement.OWN:
+            sharded.placement = Placement.BUCKET
         if self.gradient_shards is not None and self.scatters:
             self.gradient_shards.set_aside()
         sharded.repartition()

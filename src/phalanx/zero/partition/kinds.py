@@ -63,7 +63,8 @@ def elementwise(optimizer_class: OptimizerClass) -> OptimizerClass:
     """Declare that a class updates each element from that element's own parameter, gradient and state only.
 
     A decorator. State must then be tensors of the parameter's shape, tensors without dimensions, or plain
-    values; the class may be stepped bucket by bucket. Classes derived from it declare themselves.
+    values; the class may be stepped bucket by bucket, each with the options that its groups had before the step.
+    Classes derived from it declare themselves.
     """
     check_class(optimizer_class)
     # The value is the class itself: a derived class inherits the attribute, and is not declared by it.

@@ -16,6 +16,15 @@ from .param_table import in_our_words
 from .shard import Shard
 from .update import Update
 
+# The code of every wrapper that torch puts around a class's step to run hooks.
+_RUNS_HOOKS = getattr(torch.optim.Optimizer.profile_hook_step(len), "__code__")  # noqa: B009  # of a callable, for mypy
+
+
+def runs_hooks(optimizer_class: type[torch.optim.Optimizer]) -> bool:
+    """Whether torch has put the hooks around the step of the class."""
+    # Not by the marks that it leaves: a step that passes for another one (`functools.wraps`) has those of the other one.
+    return getattr(optimizer_class.step, "__code__", None) is _RUNS_HOOKS
+
 
 class Stepper(Protocol):
     """In place of `LocalOptimizer.step_some` and of the gather, for the element partition. On every rank, or on none.
@@ -62,12 +71,18 @@ class LocalOptimizer:
         self.agree_on_due: Callable[[list[bool]], list[bool]] = list
         # Returns when all ranks are known to make the step under way; raises if they do not.
         self.await_others: Callable[[], None] = lambda: None
+        # The options of the step under way, as it began.
+        self._begun_with = [_options(local) for local in self.groups]
         self.push(groups)
 
     def pull(self, groups: Sequence[dict[str, Any]]) -> None:
         """Take over the options that the user may have edited."""
         for local, group in zip(self.groups, groups, strict=True):
+            # What was taken out of a group (`initial_lr`, for another schedule) would be back with the next `push`.
+            for key in local.keys() - group.keys() - self.optim.defaults.keys():
+                del local[key]
             local.update(_options(group))
+        self._begun_with = [_options(local) for local in self.groups]
 
     def push(self, groups: Sequence[dict[str, Any]]) -> None:
         """Show the user the options as the optimizer left them, those it added included."""
@@ -99,7 +114,9 @@ class LocalOptimizer:
         # Neither the user's hooks on `optim` nor its state_dict() may be left with half of the groups if a step raises.
         try:
             for index, params in active.items():
-                self.groups[index]["params"] = params
+                # With the options of the whole step: a class that counts its steps in a group is to count no parts.
+                self.groups[index].clear()
+                self.groups[index].update(self._begun_with[index], params=params)
             self.optim.param_groups = [self.groups[index] for index in active]
             self._step(**arguments)
         finally:
@@ -116,7 +133,7 @@ class LocalOptimizer:
         # Torch has wrapped the step of the class to run hooks, also those that users registered for all optimizers: these
         # have been run for the optimizer that users see. Run again, for each bucket, one that scales gradients would scale
         # them twice. Whoever puts hooks on this very instance gets torch's way.
-        step = getattr(type(optim).step, "__wrapped__", None) if getattr(type(optim).step, "hooked", False) else None
+        step = getattr(type(optim).step, "__wrapped__", None) if runs_hooks(type(optim)) else None
         if step is None or optim._optimizer_step_pre_hooks or optim._optimizer_step_post_hooks or "step" in vars(optim):
             return optim.step(*positional, **arguments)
         for hook in _for_parts(torch_optimizer._global_optimizer_pre_hooks):

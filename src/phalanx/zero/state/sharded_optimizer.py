@@ -48,7 +48,7 @@ class ShardedOptimizer:
         self.placement = placement
         self.collectives = collectives
         # Replaced by `overlap` once there is a wrapper: then buckets are those that the wrapper reduces.
-        self.make_plans: MakePlans = _plans_alone
+        self.make_plans: MakePlans = plans_alone
         self.partition = self._make_partition(ParamTable.of(groups))
         self.local = self._make_local(optimizer_class, defaults, groups)
 
@@ -220,7 +220,6 @@ class ShardedOptimizer:
         """Make `local`, filled, the state. The same on every rank."""
         local.install(self.optim.state)
 
-
     def forget_state(self) -> None:
         """Have none on this rank, as before the first step. The same on every rank."""
         if self.local.stepper is not None:
@@ -228,7 +227,8 @@ class ShardedOptimizer:
         self.optim.state.clear()
 
 
-def _plans_alone(table: ParamTable) -> list[NumberedPlan]:
+def plans_alone(table: ParamTable) -> list[NumberedPlan]:
+    """Plans for all parameters, where those of a wrapper do not count."""
     return numbered_plans(table, range(len(table.params)))
 
 
