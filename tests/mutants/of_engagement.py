@@ -7,6 +7,7 @@ from tests.mutants.mutation import Mutation
 OVERLAP = "src/phalanx/zero/overlap/overlap.py"
 GRADIENTS = "src/phalanx/zero/overlap/gradient_shards.py"
 SHARDED = "src/phalanx/zero/state/sharded_optimizer.py"
+IN_BACKWARD = "src/phalanx/optim/in_backward.py"
 
 MUTATIONS = (
     Mutation(
@@ -71,5 +72,19 @@ MUTATIONS = (
         old="        dtype = torch.promote_types(part.dtype.to_real(), torch.float32)\n",
         new="        dtype = part.dtype.to_real()\n",
         tests="tests/zero/test_clipping.py",
+    ),
+    Mutation(
+        name="in backward: a parameter given twice keeps a hook when a wrapper takes over",
+        file=IN_BACKWARD,
+        old="else list({id(one): one for one in params}.values())\n",
+        new="else list(params)\n",
+        tests="tests/ddp/test_in_backward.py",
+    ),
+    Mutation(
+        name="in backward: a part of a shared layer's gradient steps it",
+        file=IN_BACKWARD,
+        old="            if self.max_norm is None and not self._is_nested():\n",
+        new="            if self.max_norm is None:\n",
+        tests="tests/ddp/test_in_backward.py",
     ),
 )

@@ -14,7 +14,6 @@ ELEMENT = "src/phalanx/zero/partition/element.py"
 CLIPPING = "src/phalanx/zero/clipping.py"
 OPTIMIZER = "src/phalanx/zero/optimizer.py"
 JOIN = "src/phalanx/zero/join.py"
-IN_BACKWARD = "src/phalanx/optim/in_backward.py"
 STORAGE = "src/phalanx/zero/partition/storage.py"
 SHARDED = "src/phalanx/zero/state/sharded_optimizer.py"
 
@@ -417,20 +416,6 @@ MUTATIONS = (
         old="            self._refuse_used()\n",
         new="",
         tests="tests/zero/test_closures.py",
-    ),
-    Mutation(
-        name="in backward: a parameter given twice keeps a hook when a wrapper takes over",
-        file=IN_BACKWARD,
-        old="else list({id(one): one for one in params}.values())\n",
-        new="else list(params)\n",
-        tests="tests/ddp/test_in_backward.py",
-    ),
-    Mutation(
-        name="in backward: a part of a shared layer's gradient steps it",
-        file=IN_BACKWARD,
-        old="            if self.max_norm is None and not self._is_nested():\n",
-        new="            if self.max_norm is None:\n",
-        tests="tests/ddp/test_in_backward.py",
     ),
     Mutation(
         name="overlap: a pass that is observed scatters by a plan that it replaces",
