@@ -408,3 +408,35 @@ def scattered_in_chosen_dtype(rank: int, world: int) -> None:
 
 def test_gradients_of_another_dtype_are_not_scattered() -> None:
     run_ranks(2, scattered_in_chosen_dtype)
+
+
+def _train_beside(rank: int, world: int, default: str) -> list[torch.Tensor]:
+    """Some steps of a model of the processor, while tensors without a device are made on `default`."""
+    cpu = torch.device("cpu")
+    rows, dense = nn.Embedding(50, 8, sparse=True, device=cpu), nn.Linear(8, 300, device=cpu)
+    module = nn.Sequential(rows, dense, nn.BatchNorm1d(300, device=cpu))
+    model = phalanx.DistributedDataParallel(module, bucket_cap_mb=0.001)
+    zero = phalanx.ZeroRedundancyOptimizer(dense.parameters(), torch.optim.SGD, lr=0.1)
+    plain = torch.optim.SGD(rows.parameters(), lr=0.1)
+    inputs = torch.arange(24, device=cpu).view(3, 8) * (rank + 1) % 50
+    torch.set_default_device(default)
+    try:
+        for batch in inputs:
+            model(batch).sigmoid().square().mean().backward()
+            zero.clip_grad_norm_(1.0)
+            for optimizer in (zero, plain):
+                optimizer.step()
+                optimizer.zero_grad()
+        phalanx.DistributedDataParallel(model.module)
+        with model.join():
+            for batch in inputs[rank:]:
+                model(batch).mean().backward()
+    finally:
+        torch.set_default_device(None)
+    return [tensor.detach().clone() for tensor in model.state_dict().values()]
+
+
+@pytest.mark.parametrize("backend", ["gloo", "phalanx"])
+def test_the_default_device_is_not_that_of_the_model(backend: str) -> None:
+    plain, elsewhere = (run_ranks(2, _train_beside, default, backend=backend) for default in ("cpu", "meta"))
+    assert all(torch.equal(*pair) for each in zip(plain, elsewhere, strict=True) for pair in zip(*each, strict=True))

@@ -67,7 +67,7 @@ def _facts(chunk: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return []
     # Asked before each forward, of hundreds of buffers: no words are made of them.
     sizes = array("q", [tensor.nbytes for tensor in chunk])
-    return [torch.tensor([len(sizes), sum(sizes), zlib.crc32(sizes)])]
+    return [torch.tensor([len(sizes), sum(sizes), zlib.crc32(sizes)], device="cpu")]
 
 
 def _others(

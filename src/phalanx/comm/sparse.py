@@ -90,7 +90,7 @@ class SparseSum:
         indices = torch.cat([indices for indices, _ in pieces], dim=1)
         values = torch.cat([values for _, values in pieces])
         return torch.sparse_coo_tensor(
-            indices, values, self._shape, check_invariants=False, is_coalesced=len(pieces) == 1
+            indices, values, self._shape, device=self._device, check_invariants=False, is_coalesced=len(pieces) == 1
         ).coalesce()
 
     def _send(self, words: int, facts: torch.Tensor) -> Work:
@@ -102,7 +102,7 @@ class SparseSum:
         self._parcels = self._memory[: world * words].view(world, words)
         own = self._parcels[self._collectives.rank]
         rows, dims = tensor._nnz(), tensor.sparse_dim()
-        own[:_HEAD].copy_(torch.tensor([rows, dims]))
+        own[:_HEAD].copy_(torch.tensor([rows, dims], device="cpu"))
         own[_HEAD : self._body_at].view(torch.float32)[: self._num_facts].copy_(facts)
         if self._body_at + self._body_words(rows, dims) <= words:
             indices, values = self._cut(own, rows, dims)

@@ -206,14 +206,14 @@ class Spares:
                 spare = min(fitting, key=torch.Tensor.numel)
                 self._free = [other for other in self._free if other is not spare]
             else:
-                spare = torch.empty(num_bytes, dtype=torch.uint8)
+                spare = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
         return spare[:num_bytes].view(like.dtype)
 
     def give(self, taken: torch.Tensor) -> None:
         """Take back what `take` gave; the largest few are kept."""
         if taken.device.type != "cpu":
             return
-        whole = torch.empty(0, dtype=torch.uint8).set_(taken.untyped_storage())
+        whole = torch.empty(0, dtype=torch.uint8, device="cpu").set_(taken.untyped_storage())
         with self._lock:
             self._free = sorted([*self._free, whole], key=torch.Tensor.numel)[-_MOST_SPARE:]
 

@@ -68,7 +68,7 @@ def _gather_texts(text: str, collectives: Collectives, device: torch.device) -> 
     sizes = torch.empty(collectives.world, dtype=torch.int64, device=device)
     size = torch.tensor([mine.numel()], device=device)
     collectives.wait(collectives.all_gather(sizes, size), "comparing the models of the ranks")
-    padded = torch.zeros(int(sizes.max()), dtype=torch.uint8)
+    padded = torch.zeros(int(sizes.max()), dtype=torch.uint8, device="cpu")
     padded[: mine.numel()] = mine
     everyone = torch.empty(collectives.world * padded.numel(), dtype=torch.uint8, device=device)
     collectives.wait(collectives.all_gather(everyone, padded.to(device)), "comparing the models of the ranks")

@@ -43,8 +43,9 @@ def clip_gradients(
     if collectives is None or collectives.world == 1 or any(param.device.type != "cpu" for param in params):
         return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite)
     recover(collectives.group)  # of a backward that failed, more may be under way on some ranks than on others
-    mine = torch.tensor((float(max_norm), float(norm_type), float(error_if_nonfinite)), dtype=torch.float64)
-    everyone = torch.zeros(collectives.world * len(mine), dtype=torch.float64)
+    limits = float(max_norm), float(norm_type), float(error_if_nonfinite)
+    mine = torch.tensor(limits, dtype=torch.float64, device="cpu")
+    everyone = torch.zeros(collectives.world * len(mine), dtype=torch.float64, device="cpu")
     # Under way while the norm is computed, which takes longer.
     work = collectives.all_gather(everyone, mine)
     norm = torch.nn.utils.get_total_norm([param.grad for param in params if param.grad is not None], norm_type)

@@ -105,7 +105,7 @@ class FollowedOptions:
         source = next((rank for rank, size in enumerate(listed) if size), None)
         if source is None:
             return None
-        padded = torch.zeros(-(-listed[source] // _BLOCK_BYTES) * _BLOCK_BYTES, dtype=torch.uint8)
+        padded = torch.zeros(-(-listed[source] // _BLOCK_BYTES) * _BLOCK_BYTES, dtype=torch.uint8, device="cpu")
         if source == collectives.rank:
             padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         padded = padded.to(self._device)

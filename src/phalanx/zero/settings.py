@@ -138,7 +138,7 @@ class CommonSettings:
             return
         number, world = float(self._number(vote.occasion) & (1 << _VOTE_BITS) - 1), self._collectives.world
         # Summed over the ranks, these are `world` times one's own exactly if all have said the same.
-        sums = torch.tensor((number, number * number), dtype=torch.float64)
+        sums = torch.tensor((number, number * number), dtype=torch.float64, device="cpu")
         # By its name: whoever finds the others elsewhere is to say what it is at, not how many numbers it sends.
         self._collectives.comes_to(vote.occasion)
         self._collectives.all_reduce_now(sums, vote.where)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import threading
 import time
@@ -173,6 +174,46 @@ def test_a_process_that_ends_amid_a_collective_does_not_wait_for_it(ending: str,
     first, second = spawn_ranks(2, _end_in_the_middle, ending, backend="phalanx", pg_timeout_s=50, timeout_s=30)
     assert first.exitcode == code and not first.timed_out and first.seconds < 2 * SOON_S, first
     assert second.exitcode == 0 and "rank 0" in second.value, second
+
+
+def _signal_amid_a_collective(rank: int, world: int, how: str) -> str:
+    group, raised = _group(), ""
+    began = time.monotonic()
+
+    def handle(*_: object) -> None:
+        if how == "leaves":
+            dist.destroy_process_group(group)
+            raise SystemExit(3)
+        work = dist.all_reduce(torch.ones(3), group=group, async_op=how == "waits")
+        work.wait()
+
+    if rank == 0:
+        before = signal.signal(signal.SIGUSR1, handle)
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+    try:
+        for _ in range(2):
+            time.sleep(0.0 if rank == 0 else 1.0)
+            dist.all_reduce(torch.ones(500_000), group=group)
+    except (CommunicationError, SystemExit) as error:
+        raised = repr(error)
+    if rank == 0:
+        signal.signal(signal.SIGUSR1, before)
+    assert time.monotonic() - began < SOON_S / 2
+    if rank != 0 or how != "leaves":
+        dist.destroy_process_group(group)
+    return raised
+
+
+@pytest.mark.parametrize("how", ["calls", "waits"])
+def test_a_collective_in_a_signal_handler_amid_another_is_refused(how: str) -> None:
+    first, second = run_ranks(2, _signal_amid_a_collective, how, backend="gloo")
+    assert "all_reduce was called by a signal handler" in first
+    assert "rank 0 failed in all_reduce: CommunicationError: rank 0: all_reduce was called by a signal handler" in second
+
+
+def test_a_signal_handler_may_leave_the_group_amid_a_collective() -> None:
+    first, second = run_ranks(2, _signal_amid_a_collective, "leaves", backend="gloo")
+    assert first == "SystemExit(3)" and "rank 0 left the group" in second
 
 
 def _interrupt_everywhere(rank: int, world: int) -> int:

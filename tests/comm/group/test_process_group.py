@@ -391,3 +391,21 @@ def test_strided_booleans_and_complex_numbers_are_reduced() -> None:
     assert [result.tolist() for result in results[:2]] == [[True, False, True, True]] * 2
     assert [result.tolist() for result in results[2:4]] == [[2, 0, 1, 1]] * 2
     assert results[4].tolist() == [2 - 4j, -1j]
+
+
+def _gather_into_inputs(rank: int, world: int, numel: int) -> list[list[float]]:
+    """Every rank gathers what lies where the result of rank 0 is to lie; rank 1 does so on one rank alone."""
+    rows = torch.arange(world * numel, dtype=torch.float32).view(world, numel) + 1000 * rank
+    listed, single, rooted = (list(rows.clone()) for _ in range(3))
+    whole = torch.cat(single)
+    dist.all_gather(listed, listed[0])
+    dist.all_gather_into_tensor(whole, whole[:numel])
+    dist.gather(rooted[0], rooted if rank == 1 else None, dst=1)
+    return [whole[::numel].tolist()] + [[float(row[0]) for row in rows] for rows in (listed, rooted if rank == 1 else [])]
+
+
+@pytest.mark.parametrize("numel", [3, 300_007])
+def test_gathering_into_the_tensors_that_are_sent(numel: int) -> None:
+    results = run_ranks(3, _gather_into_inputs, numel, backend="phalanx")
+    assert all(found in ([0, 1000, 2000], []) for result in results for found in result)
+    assert [len(result[2]) for result in results] == [0, 3, 0]

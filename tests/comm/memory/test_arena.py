@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 
 import pytest
@@ -79,3 +80,13 @@ def test_a_place_that_cannot_be_refilled_stays_free(monkeypatch: pytest.MonkeyPa
     monkeypatch.undo()
     assert arena.locate(arena.allocate(NUMEL, torch.float32)) == place
     assert large.numel() == 5 * NUMEL
+
+
+@pytest.mark.parametrize(("number", "remedy"), [(errno.EMFILE, "ulimit -n"), (errno.ENOMEM, "ulimit -v")])
+def test_a_mapping_that_is_refused_names_the_limit(monkeypatch: pytest.MonkeyPatch, number: int, remedy: str) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("phalanx.comm.memory.extent.mmap.mmap", refuse)
+    with pytest.raises(CommunicationError, match=remedy):
+        Arena("test")

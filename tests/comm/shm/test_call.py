@@ -60,3 +60,17 @@ def test_ranks_without_a_part_in_a_gather_or_scatter_exchange_nothing() -> None:
     assert [t.numel() for t in gather.inputs] == [0, 3] and [t.numel() for t in gather.outputs] == [0, 0]
     scatter = scatter_call(torch.ones(3), [], root=1, world=2)
     assert [t.numel() for t in scatter.outputs] == [0, 3] and [t.numel() for t in scatter.inputs] == [0, 0]
+
+
+def test_inputs_that_outputs_would_overwrite_are_copied_and_what_stays_in_its_place_is_not() -> None:
+    whole = torch.arange(6.0)
+    for rank, span, is_copied in ((0, (0, 3), False), (1, (3, 6), False), (1, (0, 3), True), (0, (1, 4), True)):
+        gather = Call(Verb.ALL_GATHER, [whole], [whole[slice(*span)]])
+        gather.flatten(rank, world=2)
+        assert (gather.inputs[0].data_ptr() != whole[span[0] :].data_ptr()) == is_copied
+        scatter = Call(Verb.REDUCE_SCATTER, [whole[slice(*span)]], [whole])
+        scatter.flatten(rank, world=2)
+        assert (scatter.whole is None) == is_copied
+    exchanged = Call(Verb.ALL_TO_ALL, [whole[:3], whole[3:]], [whole[:3], whole[3:]])
+    exchanged.flatten(rank=0, world=2)
+    assert [piece.data_ptr() - whole.data_ptr() for piece in exchanged.inputs] == [0, 12]

@@ -28,7 +28,7 @@ def has_lost(gloo: Any, place: int) -> bool:
     What is asked for is never waited for, which would end the group at the time limit, and forgotten at once.
     """
     try:
-        gloo.recv([torch.empty(1, dtype=torch.uint8)], place, _NEVER_SENT)
+        gloo.recv([torch.empty(1, dtype=torch.uint8, device="cpu")], place, _NEVER_SENT)
     except RuntimeError:
         return True
     return False

@@ -93,7 +93,7 @@ class ShmCollectives(Collectives):
 
     def _exchange(self, mine: bytes, where: str) -> list[bytes]:
         """What each rank gives; as long on every rank."""
-        everyone = torch.empty(self.world * len(mine), dtype=torch.uint8)
+        everyone = torch.empty(self.world * len(mine), dtype=torch.uint8, device="cpu")
         self.wait(self.all_gather(everyone, torch.frombuffer(bytearray(mine), dtype=torch.uint8)), where)
         return [bytes(row.tolist()) for row in everyone.view(self.world, -1)]
 

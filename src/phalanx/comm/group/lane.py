@@ -68,6 +68,9 @@ class Lane:
         self._starting = threading.Lock()  # two threads of the program may be the first to need it
         # The thread that runs callbacks of a work it has just carried out; it has the turn.
         self._in_callbacks: int | None = None
+        # The thread that is in the midst of a call. Its signal handlers and finalizers run there as well.
+        self._amid_in: int | None = None
+        self._left_amid = False  # one of them has left the group
         self._closed: CommunicationError | None = None
         self._failed: BaseException | None = None  # the first since somebody asked
         tell_at_the_end(self)
@@ -77,7 +80,10 @@ class Lane:
         limit = self._time_limit() if timeout <= UNLIMITED else timeout
         for call in calls:
             call.timeout = limit
-        if self._in_callbacks == threading.get_ident():
+        is_inside = self._in_callbacks == threading.get_ident()
+        if is_inside or blocking:
+            self.refuse_amid(calls[0].verb.name.lower())
+        if is_inside:
             return self._run_inside(calls, blocking)
         if not blocking:
             return self._start(calls)
@@ -97,10 +103,29 @@ class Lane:
 
     def run(self, calls: Sequence[Call]) -> None:
         """Carry out `calls` in this thread, which has the turn."""
-        for call in calls:
-            call.flatten(self.rank, self.world)
-            self.operations.run(call)
-            call.restore()
+        try:
+            self._amid_in = threading.get_ident()
+            for call in calls:
+                call.flatten(self.rank, self.world)
+                self.operations.run(call)
+                call.restore()
+        finally:
+            self._amid_in = None
+            if self._left_amid:
+                self._queued.put(None)  # the thread refuses what is queued, and ends
+                self._free()
+
+    def refuse_amid(self, what: str) -> None:
+        """Raise if a signal handler or a finalizer of this thread waits for `what` in the midst of another call.
+
+        That one goes on when the handler returns, which would wait for it for ever, past any time limit.
+        """
+        if self._amid_in == threading.get_ident():
+            raise CommunicationError(
+                f"rank {self.global_rank}: {what} was called by a signal handler, or a finalizer, amid another collective "
+                "of the group, which goes on only when that returns. Set a flag in the handler, look at it between steps.",
+                (self.global_rank,),
+            )
 
     def remember(self, error: BaseException) -> None:
         """A work that was queued has failed; who holds it is told, and may keep it to himself."""
@@ -153,6 +178,9 @@ class Lane:
         # In this order: `leave` makes the call under way raise, so that its thread gives up the turn; and nothing
         # may be freed while a thread could still be in a call.
         self.operations.leave(reason)
+        if self._amid_in == threading.get_ident():
+            self._left_amid = True  # by a handler of SIGTERM, say: the call that it came into raises, and frees the rest
+            return
         # With a limit: an interrupt may have come to a thread between taking the turn and using it, which then has it for
         # ever. It is ours in that case too.
         self._turn.acquire(timeout=_GIVES_UP_S)
@@ -164,9 +192,7 @@ class Lane:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._queued.put(None)
             self._thread.join()
-        self.operations.close()
-        # Whoever still holds the group, and many do, is not to hold its memory.
-        del self.operations
+        self._free()
 
     def abandon(self) -> None:
         """Give up the group in a forked child, without a word to the other ranks."""
@@ -181,6 +207,11 @@ class Lane:
         self._turn, self._starting = threading.Lock(), threading.Lock()
         self._thread = self._in_callbacks = None
         self.operations.abandon()
+
+    def _free(self) -> None:
+        self.operations.close()
+        # Whoever still holds the group, and many do, is not to hold its memory.
+        del self.operations
 
     def _perform(self, work: LaneWork) -> None:
         """Carry out a work, then run its callbacks. The caller has the turn."""
@@ -259,6 +290,7 @@ class LaneWork(dist.Work):
     def wait(self, timeout: timedelta = UNLIMITED) -> bool:
         """Block until the result is in place; raise what went wrong."""
         if not self._done.is_set():
+            self._lane.refuse_amid(self._verb.name.lower())
             limit = timeout.total_seconds()
             if limit <= 0:
                 self._lane.help_until(self)

@@ -49,7 +49,7 @@ class Leads:
         self._gloo = self._cuttable.backend
         self._scratch = scratch
         self._others = [other for other in range(num_hosts) if other != host]
-        self._byte = torch.zeros(1, dtype=torch.uint8)
+        self._byte = torch.zeros(1, dtype=torch.uint8, device="cpu")
         # The last acknowledgement to each host. It has arrived when that host sends the next message.
         self._acknowledged: dict[int, Any] = {}
 

@@ -147,7 +147,7 @@ class HierarchicalOperations(Bridge):
         self, taken: Sequence[torch.Tensor], given: Sequence[torch.Tensor], timeout: timedelta
     ) -> list[list[int]]:
         """How many bytes each rank sends to each; the same on all ranks, and agreed to by all."""
-        own = torch.tensor([[t.numel() for t in given], [t.numel() for t in taken]])
+        own = torch.tensor([[t.numel() for t in given], [t.numel() for t in taken]], device="cpu")
         rows = [torch.empty_like(own) for _ in range(self.world)]
         self._all_gather(Call(Verb.ALL_GATHER, [row.view(-1) for row in rows], [own.view(-1)], timeout=timeout))
         sent: list[list[int]] = [row[0].tolist() for row in rows]

@@ -8,6 +8,7 @@ kernel has some: copying them takes a third less time. Knows nothing of what the
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 from bisect import bisect_right
@@ -56,9 +57,11 @@ def map_extent(fd: int, start: int, num_bytes: int) -> Extent:
     try:
         memory = _map(fd, start, num_bytes)
     except OSError as error:
+        # A mapping holds a descriptor of its own.
+        limit = "open files (ulimit -n)" if error.errno == errno.EMFILE else "address space (ulimit -v)"
         raise CommunicationError(
-            f"cannot map {num_bytes} bytes of shared memory: {error}. Raise the limit on address space "
-            "(ulimit -v), or use fewer ranks per host."
+            f"cannot map {num_bytes} bytes of shared memory: {error}. Raise the limit on {limit}, or use fewer groups, "
+            "or fewer ranks per host."
         ) from error
     bytes_view = torch.frombuffer(memory, dtype=torch.uint8, count=num_bytes)
     return Extent(start, num_bytes, memory, bytes_view, bytes_view.data_ptr())

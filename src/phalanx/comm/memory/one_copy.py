@@ -36,8 +36,8 @@ def allocate_one_copy(numel: int, dtype: torch.dtype, collectives: Collectives) 
     num_bytes = max(1, numel * dtype.itemsize)
     fd = _make(num_bytes) if collectives.rank == 0 else -1
     try:
-        mine = torch.tensor([*_host_mark(), os.getpid(), fd], dtype=torch.int64)
-        everyone = torch.zeros(collectives.world * mine.numel(), dtype=torch.int64)
+        mine = torch.tensor([*_host_mark(), os.getpid(), fd], dtype=torch.int64, device="cpu")
+        everyone = torch.zeros(collectives.world * mine.numel(), dtype=torch.int64, device="cpu")
         collectives.wait(collectives.all_gather(everyone, mine), "finding memory to share")
         rows = everyone.view(collectives.world, -1).tolist()
         numbers = collectives.ranks.numbers
@@ -53,7 +53,7 @@ def allocate_one_copy(numel: int, dtype: torch.dtype, collectives: Collectives) 
     finally:
         if fd >= 0:
             os.close(fd)
-    return tensor.view(dtype)[:numel] if numel else torch.zeros(0, dtype=dtype)
+    return tensor.view(dtype)[:numel] if numel else torch.zeros(0, dtype=dtype, device="cpu")
 
 
 def _make(num_bytes: int) -> int:

@@ -20,7 +20,7 @@ def zeros_in_pages(numel: int, dtype: torch.dtype) -> torch.Tensor:
     """A zeroed flat tensor of the processor."""
     num_bytes = numel * dtype.itemsize
     if num_bytes < _LARGE_BYTES or not hasattr(mmap, "MAP_ANONYMOUS"):
-        return torch.zeros(numel, dtype=dtype)
+        return torch.zeros(numel, dtype=dtype, device="cpu")
     # Private: a forked child (a data loader) must not write to its parent's gradients.
     pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):

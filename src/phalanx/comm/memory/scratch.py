@@ -12,11 +12,11 @@ class Scratch:
 
     def __init__(self, memory: Arena) -> None:
         self._memory = memory
-        self._piece = torch.empty(0, dtype=torch.uint8)
+        self._piece = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def take(self, num_bytes: int) -> torch.Tensor:
         """So many bytes, contents undefined, until the next time that somebody asks."""
         if self._piece.numel() < num_bytes:
-            self._piece = torch.empty(0, dtype=torch.uint8)  # its memory returns before more is taken
+            self._piece = torch.empty(0, dtype=torch.uint8, device="cpu")  # its memory returns before more is taken
             self._piece = self._memory.allocate(num_bytes, torch.uint8)
         return self._piece[:num_bytes]

@@ -86,7 +86,9 @@ class SparseBucket(Bucket):
         param = self.params[0]
         indices = torch.empty((1, 0), dtype=torch.int64, device=param.device)
         values = torch.empty((0, *param.shape[1:]), dtype=self.dtype, device=param.device)
-        return torch.sparse_coo_tensor(indices, values, tuple(param.shape), check_invariants=False, is_coalesced=True)
+        return torch.sparse_coo_tensor(
+            indices, values, tuple(param.shape), device=values.device, check_invariants=False, is_coalesced=True
+        )
 
 
 def _as_rows(grad: torch.Tensor) -> torch.Tensor:
@@ -100,13 +102,15 @@ def _sum(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
         return (first.to_dense() + second.to_dense()).to_sparse(1)
     indices = torch.cat([first._indices(), second._indices()], dim=1)
     values = torch.cat([first._values(), second._values()])
-    return torch.sparse_coo_tensor(indices, values, tuple(first.shape), check_invariants=False).coalesce()
+    shape, device = tuple(first.shape), values.device
+    return torch.sparse_coo_tensor(indices, values, shape, device=device, check_invariants=False).coalesce()
 
 
 def _scaled(sparse: torch.Tensor, scale: Scale) -> torch.Tensor:
     """`sparse`, coalesced, times `scale`; the tensor itself is not changed, since it may be somebody's gradient."""
     if not multiplies(scale):
         return sparse
+    indices, values, shape = sparse._indices(), sparse._values() * scale, tuple(sparse.shape)
     return torch.sparse_coo_tensor(
-        sparse._indices(), sparse._values() * scale, tuple(sparse.shape), check_invariants=False, is_coalesced=True
+        indices, values, shape, device=values.device, check_invariants=False, is_coalesced=True
     )

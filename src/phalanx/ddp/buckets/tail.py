@@ -133,8 +133,8 @@ class Tail:
         return [digest >> bit & 1 for bit in range(_SIGNATURE_BITS)]
 
     def _compose(self, step: int) -> torch.Tensor:
-        values = torch.zeros(self.numel, dtype=torch.float64)
-        values[:_SIGNATURE_BITS] = torch.tensor(self._bits(step))
+        values = torch.zeros(self.numel, dtype=torch.float64, device="cpu")
+        values[:_SIGNATURE_BITS] = torch.tensor(self._bits(step), device="cpu")
         values[self._usage_at :] = 1.0
         return values
 
@@ -151,7 +151,7 @@ class Tail:
         if self.digest != self._digests[kind][place]:
             # Changed in place: settings may change in every step (a schedule of learning rates).
             self._digests[kind][place] = self.digest
-            bits = torch.tensor(_settings_bits(self.digest), dtype=torch.float64)
+            bits = torch.tensor(_settings_bits(self.digest), dtype=torch.float64, device="cpu")
             written[_SETTINGS_AT:_LATE_AT] = staged(bits, like)
             expected[_SETTINGS_AT:_LATE_AT] = staged(bits * self.world * self._scale, like)
         return written, expected
@@ -184,7 +184,7 @@ class Tail:
     def write_weight(self, out: torch.Tensor, weight: float) -> None:
         fixed = round(weight * 2**_WEIGHT_FRACTION_BITS)
         bits = [1, *(fixed >> bit & 1 for bit in range(_WEIGHT_BITS))]
-        out[_WEIGHTED_AT:_NESTED_AT] = staged(torch.tensor(bits, dtype=torch.float64), out)
+        out[_WEIGHTED_AT:_NESTED_AT] = staged(torch.tensor(bits, dtype=torch.float64, device="cpu"), out)
 
     def factor(self, summed: torch.Tensor) -> torch.Tensor:
         """What the mean is to be multiplied with for the weights that the ranks gave: computed where the tail is."""
@@ -210,7 +210,7 @@ class Tail:
         """
         key = (summed.device, is_weighted)
         if key not in self._vital:
-            vital = torch.ones(self.numel)
+            vital = torch.ones(self.numel, device="cpu")
             vital[self._usage_at :] = 0.0
             vital[_NESTED_AT] = vital[_NONFINITE_AT] = 0.0
             if is_weighted:

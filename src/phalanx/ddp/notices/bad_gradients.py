@@ -154,7 +154,7 @@ class Glance:
         self._owner = weakref.ref(owner)
         self._bucket = weakref.ref(bucket)
         slots = bucket.slots[:: max(1, len(bucket.slots) // _MOST_PLACES)]
-        self._places = torch.tensor([slot.offset + slot.numel // 2 for slot in slots if slot.numel])
+        self._places = torch.tensor([slot.offset + slot.numel // 2 for slot in slots if slot.numel], device="cpu")
 
     def look(self) -> int:
         bucket, owner = self._bucket(), self._owner()

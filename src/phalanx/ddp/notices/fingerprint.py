@@ -33,7 +33,8 @@ class Fingerprint:
             self._numbers = value.tolist()
             return
         # The device's own is kept by nobody: the copy is ordered behind its making, and so is the reuse of its memory.
-        self._coming = torch.empty(value.shape, dtype=value.dtype, pin_memory=True).copy_(value, non_blocking=True)
+        pinned = torch.empty(value.shape, dtype=value.dtype, pin_memory=True, device="cpu")
+        self._coming = pinned.copy_(value, non_blocking=True)
         self._event = torch.Event(value.device)
         self._event.record(torch.accelerator.current_stream(value.device))
 

@@ -54,7 +54,7 @@ class LateChecks:
         """The bucket is back, as far as the current stream is concerned: have its tail copied."""
         summed, tail = bucket.tail_data, bucket.tail
         free = self._free[summed.numel(), summed.dtype]
-        copy = free.pop() if free else torch.empty(summed.shape, dtype=summed.dtype, pin_memory=True)
+        copy = free.pop() if free else torch.empty(summed.shape, dtype=summed.dtype, pin_memory=True, device="cpu")
         copy.copy_(summed, non_blocking=True)
         event = torch.Event(summed.device)
         # By name: without one it would be the stream of the current device, which need not be that of the parameters.

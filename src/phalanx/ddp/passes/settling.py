@@ -59,12 +59,12 @@ def agree_on_plan(
     """
     mine = None if choose is None else choose(plan, order)
     # Row 0: parameters in order, -1 for none. Row 1: the bucket of each, -1 where caps alone decide.
-    rows = torch.full((2, len(plan.specs)), -1, dtype=torch.int64)
+    rows = torch.full((2, len(plan.specs)), -1, dtype=torch.int64, device="cpu")
     if mine is None:
-        rows[0, : len(order)] = torch.tensor(order, dtype=torch.int64)
+        rows[0, : len(order)] = torch.tensor(order, dtype=torch.int64, device="cpu")
     else:
-        rows[0] = torch.tensor([param for group in mine for param in group])
-        rows[1] = torch.tensor([index for index, group in enumerate(mine) for _ in group])
+        rows[0] = torch.tensor([param for group in mine for param in group], device="cpu")
+        rows[1] = torch.tensor([index for index, group in enumerate(mine) for _ in group], device="cpu")
     message = rows.flatten().to(device)
     collectives.wait(collectives.broadcast(message, 0), "agreeing on the order of gradients")
     params, buckets = message.view(2, -1).tolist()

@@ -188,7 +188,7 @@ class CheckpointLoad:
                 f"{self._where} has no '{'.'.join([*self._prefix, _LAYOUT])}': it was not saved from "
                 "sharded_state_dict(), or under another prefix."
             )
-        text = torch.zeros(saved.size[0], dtype=torch.uint8)
+        text = torch.zeros(saved.size[0], dtype=torch.uint8, device="cpu")
         self._load({_LAYOUT: text})
         layout: dict[str, Any] = json.loads(text.numpy().tobytes())
         if layout.get("format") != _FORMAT:

@@ -119,12 +119,33 @@ class Call:
         elif self.verb is Verb.REDUCE_SCATTER and len(inputs) == 1:
             self.whole = inputs[0]
             self.inputs = parts(inputs[0], world)
+        if self._overwrites_inputs(rank):
+            self.inputs, self.whole = [tensor.clone() for tensor in self.inputs], None
 
     def restore(self) -> None:
         """Put results back into the tensors that had to be copied."""
         for tensor, flat in self._copied:
             with torch.inference_mode(tensor.is_inference()):
                 tensor.data.copy_(flat.view(tensor.shape))
+
+    def _overwrites_inputs(self, rank: int) -> bool:
+        """Whether an output lies on an input that is still to be read then, as of ranks that gather into what they send.
+
+        Allowed is the piece that a rank keeps, at its own place, and what is exchanged for a piece of the same place.
+        """
+        written = [_span(output) for output in self.outputs]
+        for nth, tensor in enumerate(self.inputs):
+            begin, end = _span(tensor)
+            for place, (first, last) in enumerate(written):
+                stays = (begin, end) == (first, last) and self._is_own(nth, place, rank)
+                if begin < last and first < end and not stays:
+                    return True
+        return False
+
+    def _is_own(self, nth: int, place: int, rank: int) -> bool:
+        if self.verb is Verb.ALL_GATHER:
+            return place == rank
+        return nth == (rank if self.verb is Verb.REDUCE_SCATTER else place)
 
     def _flat(self, tensor: torch.Tensor, writes: bool) -> torch.Tensor:
         # `data` rather than `detach`: a collective is no operation of autograd, and counts as no change of
@@ -172,6 +193,12 @@ def parts(whole: torch.Tensor, num_parts: int) -> list[torch.Tensor]:
 def _stands_for_another(data: torch.Tensor) -> bool:
     """Whether the values are not those of the memory, but their conjugates or negatives: peers read the memory."""
     return data.is_conj() or data.is_neg()
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """Where the memory of a flat tensor begins and ends."""
+    begin = tensor.data_ptr()
+    return begin, begin + tensor.nbytes
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
