@@ -224,8 +224,8 @@ def judge(program: Program, trace: Sequence[Snapshot], rank: int, states: Sequen
         found = _first_difference(program, event, got, wanted[rank], sizes, scales, doubtful)
         if found is not None:
             return Verdict(Difference(at, *found), tuple(shared))
-        if any(moves):
-            jobs[0].cancelled = [1.0] * len(before)  # the step is over
+        # Of these the step is over. Those of another wrapper may still wait for theirs.
+        jobs[0].cancelled = [1.0 if move else times for move, times in zip(moves, jobs[0].cancelled, strict=True)]
         if any(not _same(mine, other) for w in wanted for mine, other in zip(w.params, wanted[0].params, strict=True)):
             # Each rank's own gradient, of a parameter that nobody used, has been stepped with: replicas no more.
             return Verdict(None, tuple(shared))
