@@ -30,6 +30,7 @@ from .other_steps import refuse_other_steps
 from .overlap.overlap import Overlap
 from .partition.element import Placement
 from .partition.kinds import check_class, choose_partition
+from .partition.local import runs_hooks
 from .partition.param_table import check_group, check_params, in_our_words
 from .partition.partition import evaluate
 from .partition.update import TORN
@@ -183,7 +184,7 @@ class ZeroRedundancyOptimizer(ShowsState, torch.optim.Optimizer, Joinable):
             return self._confirm_update(self._overlap, closure, kwargs)
         with torch.autograd.profiler.record_function("Optimizer.step#ZeroRedundancyOptimizer.step"):
             # A derived class that has its own step is wrapped with the hooks by torch.
-            if step_hooks.runs_hooks(type(self)):
+            if runs_hooks(type(self)):
                 return self._step(closure, **kwargs)
             # What was not given, hooks do not see either.
             given = (self,) if closure is None else (self, closure)

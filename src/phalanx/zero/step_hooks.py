@@ -11,10 +11,6 @@ from typing import Any
 import torch
 from torch.optim import optimizer as torch_optimizer
 
-from .partition.local import runs_hooks
-
-__all__ = ["after", "are_there", "before", "runs_hooks"]
-
 _PACKAGE = __name__.partition(".")[0]
 
 
