@@ -251,8 +251,8 @@ def test_a_host_that_is_dropped_in_the_midst_knocks_again_and_one_with_another_s
                 if num_hung_up < hang_up:
                     connection.sendall(b"phalanx hosts 1\n" + bytes(32))
                     connection.recv(64, socket.MSG_WAITALL)
+                    num_hung_up += 1  # before the other end can know of it and go on
                     connection.close()
-                    num_hung_up += 1
                 else:
                     admit(connection, *KEY, 5.0)
                     return
