@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
+import subprocess
+import sys
 import sysconfig
 from pathlib import Path
 from typing import Any
@@ -12,12 +15,9 @@ from phalanx.errors import CollectiveTimeout, PeerFailure
 from phalanx.launch.bootstrap import is_consequence
 from phalanx.launch.failure import describe, read_stacks, summarize
 from phalanx.launch.rundir import RunDirectory
+from tests.cluster.process import SEARCH_PATH
 
-STACKS = """main thread 0x0000700000000001
-Thread 0x0000700000000002 (most recent call first):
-  File "/usr/lib/python3.11/threading.py", line 327 in wait
-
-Current thread 0x0000700000000001 (most recent call first):
+STACKS = """Stack (most recent call first):
   File "/x/site-packages/torch/distributed/distributed_c10d.py", line 3252 in all_reduce
   File "/x/site-packages/torch/distributed/c10d_logger.py", line 83 in wrapper
   File "/home/me/train.py", line 41 in step
@@ -123,6 +123,72 @@ def test_a_damaged_record_is_read_as_none(tmp_path: Path) -> None:
     directory.rank(0, 0).error.write_text('{"mess')
     summary = summarize(directory, 0, {0: 1})
     assert summary is not None and summary.first.message == "exit code 1"
+
+
+ENDED_AT_WORK = """
+import os, random, signal, threading, time
+from phalanx.launch.bootstrap import _dump_stacks_when_ended
+
+def generated(count):
+    for number in range(count):
+        yield number
+
+def calls(depth): return depth and calls(depth - 1) + sum(generated(3))
+
+def work():
+    while True:
+        calls(30)
+        exec("def made(): pass\\nfor _ in range(20): made()")
+        time.sleep(0)
+
+if __name__ == "__main__":
+    ends, (heard, ready) = [], os.pipe()
+    for number in range(120):
+        if (worker := os.fork()) == 0:
+            os.environ["PHALANX_STACKS_FILE"] = f"stacks-{number}"
+            _dump_stacks_when_ended()
+            for _ in range(2):
+                threading.Thread(target=work, daemon=True).start()
+            os.write(ready, b".")
+            work()
+        os.read(heard, 1)
+        time.sleep(random.uniform(0.001, 0.02))
+        os.kill(worker, signal.SIGTERM)
+        ends.append(os.waitpid(worker, 0)[1])
+    print(set(ends))
+"""
+
+
+def test_a_rank_whose_threads_are_at_work_ends_by_the_signal_that_told_it_to(tmp_path: Path) -> None:
+    done = run_alone(tmp_path, ENDED_AT_WORK)
+    assert done.stdout.strip() == f"{{{signal.SIGTERM:d}}}", done.stderr[-2000:]
+    for number in range(120):
+        assert "work" in [name for _, _, name in read_stacks(tmp_path / f"stacks-{number}")]
+
+
+FORKING = """
+import os, signal
+from phalanx.launch.bootstrap import _dump_stacks_when_ended
+_dump_stacks_when_ended()
+for _ in range(2):
+    if (child := os.fork()) == 0:
+        signal.raise_signal(signal.SIGTERM)
+        os._exit(0)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(7))
+"""
+
+
+def test_what_a_rank_has_forked_does_not_write_where_the_rank_was(tmp_path: Path) -> None:
+    done = run_alone(tmp_path, FORKING)
+    assert done.stdout.split() == [f"{-signal.SIGTERM:d}", "7"], done.stderr[-2000:]
+    assert read_stacks(tmp_path / "stacks") == []
+
+
+def run_alone(folder: Path, program: str) -> subprocess.CompletedProcess[str]:
+    (folder / "script.py").write_text(program)
+    environ = {**os.environ, "PYTHONPATH": SEARCH_PATH, "PHALANX_STACKS_FILE": "stacks"}
+    return subprocess.run([sys.executable, "script.py"], cwd=folder, env=environ, capture_output=True, text=True, timeout=60)
 
 
 def test_stacks_of_the_main_thread_are_read(tmp_path: Path) -> None:

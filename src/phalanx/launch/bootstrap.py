@@ -19,12 +19,11 @@ import runpy
 import signal
 import socket
 import sys
-import threading
 import time
 import traceback
 import warnings
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from torch import distributed as dist
 
@@ -128,14 +127,21 @@ def _dump_stacks_when_ended() -> None:
     if not path:
         return
     try:
-        file: TextIO = open(open_private(Path(path)), "w")  # kept open: the handler writes to it at the very end
-        file.write(f"main thread 0x{threading.main_thread().ident:016x}\n")
-        file.flush()
+        file = open(open_private(Path(path)), "w")  # kept open: the handler writes to it at the very end
     except OSError:
         return  # a full disk; the launcher says so
-    # In C, so it works while the main thread is blocked in a collective; then the default handler ends us.
-    faulthandler.register(signal.SIGTERM, file=file, all_threads=True, chain=True)
+    # In C, so it works while the main thread is blocked in a collective; then the default handler ends us. Of the thread
+    # that hears the signal alone, which is the main one: the frames of others move on while they are read, and a rank of
+    # fifty then died by a segmentation fault in the midst of its dump.
+    faulthandler.register(signal.SIGTERM, file=file, all_threads=False, chain=True)
+    os.register_at_fork(after_in_child=_dump_nothing)
     faulthandler.enable(all_threads=True)
+
+
+def _dump_nothing() -> None:
+    """In a forked child: the file says what the rank was at, not what its children were."""
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:  # a handler that the user has set since stays
+        faulthandler.unregister(signal.SIGTERM)
 
 
 def _trace_from_the_start() -> None:

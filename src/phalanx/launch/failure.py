@@ -218,19 +218,12 @@ def _last_lines(text: str) -> str:
 
 
 def read_stacks(path: Path) -> list[tuple[str, int, str]]:
-    """The main thread's frames, innermost first, of the last dump in a stacks file; empty without a dump."""
+    """The main thread's frames, innermost first, as a rank that was told to end has dumped them; empty if it has not."""
     try:
         text = path.read_text(errors="replace")
     except OSError:
         return []
-    header, _, body = text.partition("\n")
-    main_thread = header.removeprefix("main thread ").strip()
-    frames: list[tuple[str, int, str]] = []
-    for block in re.split(r"\n(?=Thread 0x|Current thread 0x)", "\n" + body):
-        title, _, lines = block.strip().partition("\n")
-        if main_thread and main_thread in title:
-            frames = [(m["file"], int(m["line"]), m["name"]) for m in _FRAME.finditer(lines)]
-    return frames
+    return [(m["file"], int(m["line"]), m["name"]) for m in _FRAME.finditer(text)]
 
 
 def describe(frames: list[tuple[Any, ...]] | list[tuple[str, int, str]]) -> str:
