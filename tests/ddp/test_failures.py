@@ -12,7 +12,7 @@ from torch import nn
 
 import phalanx
 from phalanx.errors import CollectiveTimeout, PeerFailure
-from tests.cluster import spawn_ranks
+from tests.cluster import run_ranks, spawn_ranks
 from tests.ddp.zoo import batch, make
 
 STALL_LIMIT_S = 2
@@ -113,3 +113,41 @@ def caught_and_gone_on(rank: int, world: int) -> list[torch.Tensor]:
 def test_a_failure_that_was_caught_is_forgotten() -> None:
     outcomes = spawn_ranks(2, caught_and_gone_on, timeout_s=60)
     assert all(torch.equal(a, b) for a, b in zip(outcomes[0].value, outcomes[1].value, strict=True))
+
+
+def late_after_catching(rank: int, world: int) -> None:
+    wrapped = phalanx.DistributedDataParallel(make("mlp"))
+    _step(wrapped, 0, rank)
+    wrapped.module.register_forward_pre_hook(_explode)
+    with pytest.raises(ZeroDivisionError):
+        _step(wrapped, 1, rank)
+    if rank == 0:
+        time.sleep(2.5)  # it saves something, and the others look at the failure board
+    phalanx.init().barrier()
+
+
+@pytest.mark.parametrize("backend", ["gloo", "phalanx"])
+def test_ranks_that_all_catch_an_error_may_be_late_after_it(backend: str) -> None:
+    run_ranks(2, late_after_catching, backend=backend)
+
+
+def never_back(rank: int, world: int) -> str:
+    wrapped = phalanx.DistributedDataParallel(make("mlp"))
+    _step(wrapped, 0, rank)
+    started = time.monotonic()
+    if rank == 1:
+        wrapped.module.register_forward_pre_hook(_explode)
+        with pytest.raises(ZeroDivisionError):
+            _step(wrapped, 1, rank)
+        time.sleep(4 * STALL_LIMIT_S)
+        os._exit(7)
+    with pytest.raises(CollectiveTimeout) as raised:
+        _step(wrapped, 1, rank)
+    assert raised.value.ranks == (1,) and time.monotonic() - started >= STALL_LIMIT_S
+    return str(raised.value)
+
+
+def test_what_a_rank_raised_that_is_not_back_at_the_time_limit_is_said() -> None:
+    outcomes = spawn_ranks(2, never_back, timeout_s=30, pg_timeout_s=STALL_LIMIT_S)
+    words = "Before, rank 1 had raised ZeroDivisionError in forward: the data of rank 1 is broken"
+    assert outcomes[1].exitcode == 7 and outcomes[0].value.endswith(words), outcomes[0].value

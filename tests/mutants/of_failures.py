@@ -15,6 +15,13 @@ MUTATIONS = (
         tests="tests/launch/test_ending.py::test_a_worker_with_a_collective_that_goes_on_ends_with_its_own_code",
     ),
     Mutation(
+        name="forward: what is raised there is a failure, though it may be caught",
+        file="src/phalanx/ddp/module.py",
+        old='        self.collectives.board.note_raised(error, " in forward")\n',
+        new='        self.collectives.board.post_error(error, " in forward")\n',
+        tests="tests/ddp/test_failures.py::test_ranks_that_all_catch_an_error_may_be_late_after_it",
+    ),
+    Mutation(
         name="crossed: groups of the same members are not compared",
         file="src/phalanx/comm/crossed.py",
         old="    if theirs != mine:\n",

@@ -242,7 +242,7 @@ class DistributedDataParallel(TorchBase):
                 else:
                     output = self.module(*inputs, **kwargs)
             except Exception as error:
-                self._post_failure(error)
+                self._forward_raised(error)
                 raise
             finally:
                 self._leave_module(context)
@@ -263,8 +263,9 @@ class DistributedDataParallel(TorchBase):
         context.close()
 
     @untraced
-    def _post_failure(self, error: Exception) -> None:
-        self.collectives.board.post_error(error, " in forward")
+    def _forward_raised(self, error: Exception) -> None:
+        # No failure yet: a script that catches it may do so on every rank alike, or be back with another batch.
+        self.collectives.board.note_raised(error, " in forward")
 
     @untraced
     def _before_forward(self, inputs: Any, kwargs: Any) -> tuple[Forward | None, Any, Any]:

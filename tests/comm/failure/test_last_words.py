@@ -49,6 +49,21 @@ def test_an_error_is_told_once_and_the_next_one_too_wherever_it_lies() -> None:
     assert [words for words in listener.heard if words != "stayed"] == [f"ValueError: {number}" for number in range(3)]
 
 
+def test_an_end_that_says_less_than_what_was_caught_before_it_says_that_too() -> None:
+    listener = Listener()
+    last_words.tell_at_the_end(listener)
+    try:
+        last_words.remember_raised("ValueError in forward: bad batch", "bad batch")
+        last_words.tell(ValueError("bad batch"))
+        last_words.tell_exit(SystemExit(1))
+        last_words.forget_raised()  # the training goes on
+        last_words.tell_exit(SystemExit(2))
+    finally:
+        last_words.forget_raised()
+    said = ["ValueError: bad batch", "SystemExit: 1, after ValueError in forward: bad batch", "SystemExit: 2"]
+    assert [words for words in listener.heard if words != "stayed"] == said
+
+
 def test_frames_are_ours_by_the_name_they_were_imported_under() -> None:
     """An environment may be reached by a link: its files have the link in their names, and another place behind it."""
     assert not folding.is_users(folding.__file__)

@@ -10,6 +10,7 @@ failed call the roll. On the healthy path nothing is written but, once, which pr
 | `alarm/N` | a rank whose collective failed, the N-th time | the same |
 | `OCCASION/N/RANK` | every rank, at the N-th exchange of that kind | every rank |
 | `waits/RANK` | a rank that has waited for seconds | ranks that wait as well |
+| `raised/RANK` | a rank whose forward raised, which its script may catch | ranks that wait for it for long |
 | `process/RANK` | every rank, when its board is made and when it leaves | ranks that wait for it in the store |
 | `knows/RANK` | a rank that has found out what is wrong | the rank that serves the store, before it ends |
 
@@ -34,7 +35,7 @@ import torch.distributed as dist
 from ...errors import CommunicationError
 from ..ranks import ranks_of
 from .answering import AnsweringStore
-from .last_words import said_by, tell_at_the_end
+from .last_words import forget_raised, remember_raised, said_by, tell_at_the_end
 from .processes import has_ended, identity
 
 _POLL_S = 0.05
@@ -96,6 +97,7 @@ class FailureBoard:
         self._store = self.store_for("failures")
         # A rank's first error is the cause; those after it are consequences, and would only cover it up.
         self._posted = False
+        self._raised = ""  # what a forward has raised since this rank last went on
         self.last_words: str | None = None  # what this rank posted last, retracted or not
         # How often each kind of exchange took place. Every rank takes part in all of them, so the numbers agree, and
         # what was said at one of them is never taken for an answer at the next.
@@ -134,8 +136,21 @@ class FailureBoard:
                 # After the note: whoever sees the flag finds the note.
                 self._store.set("posted", "1")
 
+    def note_raised(self, error: BaseException, doing: str) -> None:
+        """This rank raises `error`, which its script may catch: others may have to wait for it, and have not lost it."""
+        self._raised = f"{type(error).__name__}{doing}: {said_by(error)}"
+        remember_raised(self._raised, said_by(error))
+        if not self.is_quick:  # where it is, nobody looks here
+            with contextlib.suppress(RuntimeError, OSError):
+                self._store.set(f"raised/{self.rank}", self._raised[:1000])
+
     def retract_failure(self) -> None:
-        """This rank goes on after all: it caught what it had posted."""
+        """This rank goes on after all: it caught what it had posted, or raised."""
+        if self._raised:
+            self._raised = ""
+            forget_raised()
+            with contextlib.suppress(RuntimeError, OSError):
+                self._take_back(f"raised/{self.rank}")
         if self._posted:
             self._posted = False
             with contextlib.suppress(RuntimeError, OSError):
@@ -176,6 +191,13 @@ class FailureBoard:
             waits = {rank: _wait(text) for rank, text in self._written("waits").items()}
             return {rank: wait for rank, wait in waits.items() if wait is not None}
         return {}
+
+    def raised_before(self, ranks: Collection[int]) -> str:
+        """What those of `ranks` raised that have not gone on since, in sentences; empty if that explains nothing."""
+        with contextlib.suppress(RuntimeError, OSError):
+            said = {rank: " ".join(text.split()) for rank, text in self._written("raised").items() if rank in ranks}
+            return "".join(f" Before, rank {rank} had raised {text}" for rank, text in said.items())
+        return ""
 
     def ended(self, ranks: Collection[int]) -> list[int]:
         """Those of `ranks` that are known to have left the group, or to have ended."""

@@ -44,6 +44,7 @@ _audience: weakref.WeakSet[Audience] = weakref.WeakSet()
 _previous: list[Callable[..., None]] = []
 _installed_in: int | None = None
 _ended_in: int | None = None  # the process that an exception ends
+_raised: tuple[str, str] | None = None  # what a forward has raised that nobody has gone on from, and what it said
 
 
 def tell_at_the_end(audience: Audience) -> None:
@@ -78,6 +79,18 @@ def tell(error: BaseException) -> None:
         each.stay_for_others()
 
 
+def remember_raised(words: str, said: str) -> None:
+    """A forward raises. A script may catch that, and end by something that says less (`sys.exit(1)` after a log)."""
+    global _raised
+    _raised = (words, said)
+
+
+def forget_raised() -> None:
+    """It was caught, and the training goes on."""
+    global _raised
+    _raised = None
+
+
 def has_ended_by_exception() -> bool:
     """Whether an exception that nobody caught ends this process."""
     return _ended_in == os.getpid()
@@ -86,7 +99,8 @@ def has_ended_by_exception() -> bool:
 def _words(error: BaseException) -> str:
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_users(frame.filename)]
     at = f" (at {os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {said_by(error)}{at}"
+    words = f"{type(error).__name__}: {said_by(error)}{at}"
+    return words if _raised is None or _raised[1] in words else f"{words}, after {_raised[0]}"
 
 
 def said_by(error: BaseException) -> str:

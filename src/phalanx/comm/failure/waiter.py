@@ -77,7 +77,9 @@ class LongWait:
         elsewhere = "; ".join(f"rank {rank} waits at {where}" for rank, where in apart.items())
         # Those who wait as well have said so by now: the others do something else, or are no more.
         who = f"for rank {_listed(absent)}" if absent else "and so do all others"
-        return f"{self._board.me} waits {who}, at {self._where}{f' ({elsewhere})' if elsewhere else ''}"
+        line = f"{self._board.me} waits {who}, at {self._where}{f' ({elsewhere})' if elsewhere else ''}"
+        before = self._board.raised_before(absent)
+        return f"{line}.{before}" if before else line
 
 
 class Waiter:
@@ -213,7 +215,8 @@ class Waiter:
         if timed_out:
             return CollectiveTimeout(
                 f"{me}: no answer from rank {who} within the group's time limit of {self.board.timeout_s:.0f} s. "
-                f"Look at what that rank was doing, or give the group a longer timeout. ({words})",
+                f"Look at what that rank was doing, or give the group a longer timeout. ({words})"
+                f"{self.board.raised_before(missing)}",
                 missing,
             )
         return PeerFailure(f"{me}: rank {who} died, left the group or hangs. Look at its log. ({words})", missing)
