@@ -212,14 +212,14 @@ class Waiter:
             return CommunicationError(f"{me}: the collective failed though every rank answers: {words}")
         missing = roll.missing
         who = _listed(missing)
+        before = self.board.raised_before(missing)
         if timed_out:
             return CollectiveTimeout(
                 f"{me}: no answer from rank {who} within the group's time limit of {self.board.timeout_s:.0f} s. "
-                f"Look at what that rank was doing, or give the group a longer timeout. ({words})"
-                f"{self.board.raised_before(missing)}",
+                f"Look at what that rank was doing, or give the group a longer timeout. ({words}){before}",
                 missing,
             )
-        return PeerFailure(f"{me}: rank {who} died, left the group or hangs. Look at its log. ({words})", missing)
+        return PeerFailure(f"{me}: rank {who} died, left the group or hangs. Look at its log. ({words}){before}", missing)
 
 
 def numbered(launched: int, recent: Sequence[str]) -> dict[int, str]:
