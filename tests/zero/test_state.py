@@ -18,6 +18,7 @@ import phalanx
 from phalanx.errors import StateError
 from phalanx.zero import ZeroRedundancyOptimizer, elementwise
 from phalanx.zero.state import transfer
+from phalanx.zero.state.tree import describe, leaves_of, rebuild
 from tests.cluster import run_ranks
 from tests.zero.cases import Given, differing, mean_gradients, own_gradients, sample, set_gradients
 
@@ -432,3 +433,11 @@ def schedule_anew(rank: int, world: int, load: bool) -> Any:
 def test_what_is_taken_out_of_the_groups_does_not_come_back(load: bool) -> None:
     for plain, sharded in run_ranks(2, schedule_anew, load):
         assert sharded == plain and plain[1] == [0.5]
+
+
+def test_states_whose_keys_have_dots_of_their_own_are_kept_apart() -> None:
+    param, state = torch.zeros(3), {"a": {"b": torch.ones(3)}, "a.b": torch.full((3,), 2.0)}
+    tree, leaves = describe(state, param, "the optimizer")
+    assert sorted(leaf.path for leaf in leaves_of(tree)) == sorted(leaves) and len(leaves) == 2
+    again = rebuild(tree, param.device, lambda leaf: leaves[leaf.path])
+    assert torch.equal(again["a"]["b"], state["a"]["b"]) and torch.equal(again["a.b"], state["a.b"])

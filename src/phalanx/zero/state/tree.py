@@ -69,6 +69,8 @@ def _encode_tensor(value: torch.Tensor, path: str, like: torch.Tensor, leaves: d
             number = [number.real, number.imag]
         # Step counters are often on the CPU whatever the parameter's device; where they were, they must be again.
         return {"value": number, "dtype": dtype, "at": "param" if value.device == like.device != _CPU else "cpu"}
+    while path in leaves:  # a key may have dots of its own: {"a.b": …, "a": {"b": …}}
+        path += "'"
     leaves[path] = value
     # Relative to the tensor it belongs to, so that one text describes the state of a slice and of the whole parameter.
     return {"leaf": path, "dtype": dtype, "shape": None if value.shape == like.shape else list(value.shape)}
