@@ -82,7 +82,7 @@ class _Step:
             return cls(type(optimizer).__name__, "", (), (), [], ())
         numbers = part.groups
         groups = [optimizer.param_groups[number] for number in numbers]
-        options = tuple(name for name in own_options(optimizer) if not any(word in name for word in _RANKS_OWN))
+        options = _compared(own_options(optimizer))
         return cls(type(optimizer).__name__, part.left_out, options, numbers, groups, _read(groups, options))
 
     def loaded(self, optimizer: torch.optim.Optimizer) -> None:
@@ -96,8 +96,18 @@ class _Step:
         return self.optimizer, self.left_out, self.options, self.used, _read(self.groups, self.options)
 
 
+@cache
+def _compared(options: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(name for name in options if not any(word in name for word in _RANKS_OWN))
+
+
+# Twice in every step: a call per value would be felt by models whose steps take a millisecond.
+_AS_THEY_ARE = frozenset({bool, int, float, complex, type(None)})
+
+
 def _read(groups: Sequence[dict[str, Any]], options: Sequence[str]) -> Values:
-    return tuple([tuple([_number(group.get(option)) for option in options]) for group in groups])
+    rows = [[group.get(option) for option in options] for group in groups]
+    return tuple([tuple([value if type(value) in _AS_THEY_ARE else _number(value) for value in row]) for row in rows])
 
 
 def _number(value: Any) -> Any:
