@@ -65,3 +65,20 @@ def test_a_locale_that_lacks_a_character_loses_no_line_and_fails_no_run(tmp_path
     done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, timeout=50)
     assert done.returncode == 0, done
     assert sorted(done.stdout.splitlines()) == [b"%d \\u2502 caf\xe9 1 \\u20ac" % rank for rank in range(2)]
+
+
+@pytest.mark.parametrize(("no_color", "coloured"), [("", True), ("1", False)])
+@pytest.mark.parametrize("arguments", [["nonsense"], ["runs"]])
+def test_no_colours_on_a_terminal_that_wants_none(
+    arguments: list[str], no_color: str, coloured: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "runs" / "20261119-101112-train").mkdir(parents=True)
+    (tmp_path / "runs" / "20261119-101112-train" / "run.json").write_text('{"state": "failed"}')
+    ours, terminal = os.openpty()
+    environ = {**os.environ, "PYTHONPATH": SEARCH_PATH, "NO_COLOR": no_color, "TERM": "xterm"}
+    command = [sys.executable, "-m", "phalanx_command", *arguments]
+    done = subprocess.run(command, cwd=tmp_path, env=environ, stdout=terminal, stderr=terminal, timeout=50)
+    os.close(terminal)
+    said = os.read(ours, 65536).decode()
+    os.close(ours)
+    assert said and ("\x1b[" in said) is coloured, (done.returncode, said)

@@ -57,14 +57,19 @@ def write(text: str, err: bool, as_it_is: bool = False) -> OSError | None:
     """Write a line, and return what went wrong: after that nothing is written there any more.
 
     For what must go on whether anybody looks or not: a pipe that nobody reads, a full disk, a terminal that is gone. Colours
-    are left out where there is no terminal, unless `as_it_is`.
+    are left out where there is no terminal or none are wanted, unless `as_it_is`.
     """
     try:
-        click.echo(text, err=err, color=True if as_it_is else None)
+        click.echo(text, err=err, color=True if as_it_is else colours())
     except OSError as error:
         _silence(2 if err else 1)
         return error
     return None
+
+
+def colours() -> bool | None:
+    """Whether to show any, as click takes it: None asks the stream whether it is a terminal (https://no-color.org)."""
+    return False if os.environ.get("NO_COLOR") else None
 
 
 def _silence(descriptor: int) -> None:

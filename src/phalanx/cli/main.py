@@ -17,7 +17,7 @@ from typing import Any
 import click
 
 import phalanx
-from phalanx.cli.console import keep_streams_open, take_every_character, visible, write
+from phalanx.cli.console import colours, keep_streams_open, take_every_character, visible, write
 from phalanx.errors import PhalanxError
 
 _COMMANDS = {
@@ -60,6 +60,7 @@ class LazyGroup(click.Group):
 @click.pass_context
 def cli(ctx: click.Context) -> None:
     """Data-parallel training for PyTorch: run it, watch it, see where the time went."""
+    ctx.color = colours()
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help())
 

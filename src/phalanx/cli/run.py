@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from phalanx.cli.console import colour_of_rank, importing, quantity, say, visible, write
+from phalanx.cli.console import colour_of_rank, colours, importing, quantity, say, visible, write
 from phalanx.cli.status_line import StatusLine
 from phalanx.errors import ConfigError
 from phalanx.launch.elastic.history import Watching
@@ -251,7 +251,7 @@ def _sink(world: int, is_shown: Callable[[int], bool] | None, line: StatusLine) 
         if is_shown is not None and not is_shown(rank):
             return
         prefix = f"{rank:>{width}} │ " if world > 1 else ""
-        if prefix and on_terminal[stream]:
+        if prefix and on_terminal[stream] and colours() is None:
             prefix = click.style(prefix, fg=colour_of_rank(rank), bold=stream == "stderr")
         line.echo(prefix + (visible(said) if on_terminal[stream] else said), err=stream == "stderr")
 
