@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,9 @@ from phalanx.checkpoint.capture import Subject
 from phalanx.elastic.refusal import refuse_what_cannot_change
 from phalanx.elastic.transaction import Transaction, _drop_groups
 from phalanx.errors import ConfigError, StateError
-from tests.elastic.mirrored import Once
+from phalanx.zero.optimizer import ZeroRedundancyOptimizer
+from tests.cluster import run_ranks
+from tests.elastic.mirrored import Once, Run
 from tests.elastic.program import Position
 
 
@@ -156,3 +159,35 @@ def test_copies_have_nested_states_as_they_are(is_new: bool) -> None:
         pieces, _, _ = transaction._describe(0, 1)
         found = [one.values.tolist() for one in pieces if one.key.startswith("optimizer/weight/")]
         assert found == [[count] * 2, [count] * 3]
+
+
+def _loses_before_the_first_commit(rank: int, world: int) -> tuple[list[Any], list[Any]]:
+    """What a divided optimizer has of a step before the training function, then and inside of it."""
+    with pytest.MonkeyPatch.context() as patch:
+        run, lost = Run(patch, worlds=(1, 1)), Once()
+        optimizer = ZeroRedundancyOptimizer(run.model.parameters(), Adam, lr=0.1)
+        run.step(optimizer, torch.ones(1, 2))
+        training: Any = run.prepare(optimizer)
+        meet = run.member.meet
+        run.member.meet = lambda *about: replace(meet(*about), has_committed=False)  # type: ignore[method-assign]
+        write, seen = training._transaction.write, list[list[Any]]()
+
+        def write_after_loss(*args: Any) -> None:
+            lost()
+            write(*args)
+
+        def look(_: Any = None) -> None:
+            seen.append([state["exp_avg"].tolist() for state in optimizer.optim.state.values()])
+
+        training._transaction.write = write_after_loss
+        look()
+        training.run(look)
+        run.close()
+    assert lost.has_happened
+    before, inside = seen
+    return before, inside
+
+
+def test_a_divided_state_that_was_there_before_the_first_commit_outlives_a_loss() -> None:
+    ((before, inside),) = run_ranks(1, _loses_before_the_first_commit)
+    assert before and inside == before

@@ -26,7 +26,7 @@ from ..launch.elastic.heads import VOID
 from ..launch.elastic.member import Formed, Member
 from ..launch.worker import current_worker
 from . import refusal
-from .decision import Decision, Report, decide
+from .decision import LOST, Decision, Report, decide
 from .hosts.between import Between
 from .image import ImageSource, RankImage
 from .in_place import Found, InPlace, Standing
@@ -427,16 +427,18 @@ class Training:
                 if self._between.absent:
                     # To the meeting: the launcher knows whether any of them may still come, and ends the run if not.
                     raise PeerFailure("a part of the state is kept on hosts that have no rank at the moment", ())
-                raise StateError(
-                    "every rank that held the state is lost. Start again from the newest checkpoint (Checkpointer.restore)."
-                )
+                raise StateError(LOST)
+            mine = self._kept if self._has_entered else self._keep_passing()
+            where = self._between.loaded(formed, self._transaction.holds_whole(), self._writes(0, mine))
+            source = None if where is None else ImageSource([where], 0)
+            if source is not None:
+                self._transaction.read_options(source)
             self._renew()
             # Nobody has committed anything: all begin where the first one began, which may have taken a batch since.
             for ddp in refusal.wrappers_of(self._subject):
                 ddp.replicate_module(0)
-            mine = self._kept if self._has_entered else self._keep_passing()
             passing: Passing = self._worker.exchange.all_objects(mine)[0]
-            return Taken(0, Keeping.WRITTEN, None, passing, mine if self._has_entered else None)
+            return Taken(0, Keeping.WRITTEN, source, passing, mine if self._has_entered else None)
         source = ImageSource(formed.before, formed.version)
         # First the options: who comes has those of the beginning, and a divided optimizer compares them.
         self._transaction.read_options(source)
@@ -467,23 +469,21 @@ class Training:
         """What some rank holds; only who has not got it takes it."""
         decision = decide(reports)
         if decision is None:
-            raise StateError(
-                "all ranks that held the state whole are lost. Start again from the newest checkpoint "
-                "(Checkpointer.restore)."
-            )
+            raise StateError(LOST)
         if decision.completes and formed.rank not in decision.takers:
             self._complete(reports)
         mine = self._kept
         if decision.takers:
-            assert self._image is not None, "it has just been made"
-            if formed.rank == decision.source:
-                self._transaction.write(self._image, decision.version, 0, 1, mine)
-            self._worker.barrier()
-            where = self._between.bring(formed, decision.source, decision.takers, decision.version)
+            version, writes = decision.version, self._writes(decision.version, mine)
+            where = self._between.bring(formed, decision.source, decision.takers, version, writes)
         if formed.rank not in decision.takers:
             return Taken(decision.version, Keeping.HELD, None, mine, mine)
         source = ImageSource([where], decision.version)
         return Taken(decision.version, Keeping.HELD, source, source.rest[0], self._own(reports[formed.rank], decision))
+
+    def _writes(self, version: int, passing: Passing) -> Callable[[], None]:
+        assert self._image is not None, "it has just been made"
+        return functools.partial(self._transaction.write, self._image, version, 0, 1, passing)
 
     def _own(self, report: Report, decision: Decision) -> Passing | None:
         """This worker's own random numbers, buffers and hook, where it takes the rest from another."""

@@ -189,6 +189,12 @@ class Transaction:
         """Whether no rank has the whole state of the optimizers, or at all times."""
         return any(isinstance(one, (ZeroRedundancyOptimizer, InBackward)) for one in self.subject.optimizers.values())
 
+    def holds_whole(self) -> bool | None:
+        """Whether divided optimizers have all of their state on this rank, which is alone in their group; None if they have
+        none."""
+        found = [one for one in self.subject.optimizers.values() if isinstance(one, ZeroRedundancyOptimizer)]
+        return all(one.world_size == 1 for one in found) if any(one.optim.state for one in found) else None
+
     @property
     def has_stepped_in_backward(self) -> bool:
         """Whether the optimizers step in backward, and the one of this batch was no mere part of a sum."""
