@@ -9,8 +9,10 @@ import torch
 from torch.optim import SGD
 
 from phalanx.checkpoint.capture import Subject
+from phalanx.elastic.image import ImageSource, RankImage
 from phalanx.elastic.keeping import Keeping
 from phalanx.elastic.transaction import Buffers, Transaction
+from phalanx.launch.elastic.heads import Files, Paths
 from tests.elastic.mirrored import Once
 
 
@@ -115,3 +117,37 @@ def test_who_comes_takes_buffers_that_are_in_no_state_dict() -> None:
     passing = Transaction(Subject(first, None, {}, None)).keep()
     Transaction(Subject(second, None, {}, None)).give(passing, None)
     assert second.passed.item() == 5.0
+
+
+def _with_teacher() -> tuple[torch.nn.ModuleList, Transaction]:
+    torch.manual_seed(0)
+    model = torch.nn.ModuleList([torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)])
+    optimizer = SGD(model[0].parameters(), 0.1)
+    return model, Transaction(Subject(model, optimizer, {}, None))
+
+
+def _move(model: torch.nn.ModuleList) -> None:
+    with torch.no_grad():
+        model[1].weight.add_(1.0)
+
+
+def test_who_comes_takes_a_teacher_as_it_was_before_the_step_that_was_undone() -> None:
+    (first, there), (second, comes) = _with_teacher(), _with_teacher()
+    there.keep()
+    _move(first)
+    passing = there.keep()
+    expected = first[1].weight.detach().clone()
+    _move(first)  # in the forward of a step that is undone
+    files = Files("written")
+    image = RankImage(Paths.of(files.paths), 0, 1)
+    there.write(image, 1, 0, 1, passing)
+    source = ImageSource([Paths.of(files.paths)], 1)
+    comes.read(source, 0, 1, None)
+    comes.give(source.rest[0], None)
+    assert torch.equal(second[1].weight, expected)
+    kept = comes.keep()
+    _move(second)
+    comes.put_back(kept)
+    assert torch.equal(second[1].weight, expected), "the first step of who has come was not undone"
+    image.close()
+    files.close()

@@ -235,7 +235,8 @@ class Training:
         assert self._image is not None, "it is a member of a generation"
         self._kept, self._at_end = self._keep_passing(), None
         if how is Keeping.WRITTEN:
-            self._transaction.write(self._image, version, self._worker.rank, self._worker.world, self._kept)
+            now = {**self._kept, "untrained": None}  # what no optimizer steps is among the pieces, as it is
+            self._transaction.write(self._image, version, self._worker.rank, self._worker.world, now)
             self._between.pass_on(self._image)
         elif self._keeping is how:
             # What was written before all held it, or had it in place, is out of date. Not one commit earlier: some may not
@@ -347,8 +348,7 @@ class Training:
         met = time.monotonic()
         self._worker.rejoin(formed, member.interruption)
         self._go_on(formed, member, in_loop)
-        paused_s, waited_s = time.monotonic() - begun, met - begun
-        times = {"paused_s": round(paused_s, 4), "waited_s": round(waited_s, 4)}
+        times = {"paused_s": round(time.monotonic() - begun, 4), "waited_s": round(met - begun, 4)}
         self._telling.goes_on(member, formed, self.step, **times, why=why)
 
     def _preserve(self, last: Formed | None) -> int | None:

@@ -91,6 +91,17 @@ class Untrained:
         return [held for _, held in self._kept]
 
     @torch.no_grad()
+    def take(self, kept: Sequence[torch.Tensor | None] | None, moves: Sequence[bool]) -> None:
+        """What another rank's `keep` returned, for one who comes and has read all that was there: a step that is undone had
+        moved some of them by then. `moves`: those that were ever seen to change, so that copies are kept here too."""
+        self._kept = []
+        for number, (param, has_moved) in enumerate(zip(self.params, moves, strict=True)):
+            value = None if kept is None else kept[number]
+            if value is not None:
+                param.detach().copy_(value)
+            self._kept.append((mark_of(param), param.detach().clone() if has_moved else None))
+
+    @torch.no_grad()
     def give(self, kept: Sequence[torch.Tensor | None] | None) -> None:
         """Put back what `keep` returned; None if all have been read from elsewhere already."""
         for number, (param, (mark, held)) in enumerate(zip(self.params, self._kept, strict=False)):
@@ -207,8 +218,7 @@ class Transaction:
     def write(self, image: RankImage, version: int, rank: int, world: int, passing: Passing) -> None:
         """Write this rank's share of what was learnt; all of it if `world` is 1."""
         pieces, layout, texts = self._describe(rank, world)
-        # What no optimizer steps is among the pieces already.
-        image.write(version, pieces, layout, self._with_options(texts), {**passing, "untrained": None})
+        image.write(version, pieces, layout, self._with_options(texts), passing)
 
     def preserve(self, paths: Paths, version: int, passing: Passing) -> None:
         """Write all of it, as of `passing`, to one rank's files. No optimizer has stepped since."""
@@ -315,12 +325,13 @@ class Transaction:
 
     def keep(self, closely: bool = False) -> Passing:
         """What passes, as it is now. Copies. `closely`: see `AfterStep.rest`."""
-        subject, hook = self.subject, self._hook_state
+        subject, hook, untrained = self.subject, self._hook_state, self._untrained.keep()
         self.after_step.rest(closely)
         return {
             "random": capture_randomness(),
             "buffers": self._buffers.keep(),
-            "untrained": self._untrained.keep(),
+            "untrained": untrained,
+            "moves": [one is not None for one in untrained],
             "hook": None if hook is None else _copy_of_hook(hook),
             "options": [[_options(group) for group in one.param_groups] for one in self._members()],
             "follows": self.after_step.follows,
@@ -355,8 +366,10 @@ class Transaction:
                     target._per_optimizer_states.clear()
             else:
                 set_generator_state(target, passing["extra"][name])
-        self.put_back(own)
-        if own is None:
+        if own is not None:
+            self.put_back(own)
+        else:
+            self._untrained.take(passing["untrained"], passing["moves"])
             # Those that are in no state_dict: nobody has read them.
             self._buffers.give(passing["buffers"])
         self._give_options(passing["options"])
@@ -368,11 +381,10 @@ class Transaction:
                 hook = {**hook, "residuals": {}}  # what a rank still owes to the sum: one who has just come owes nothing
             self._hook_state.load_state_dict(hook if isinstance(self._hook_state, HookState) else copy.deepcopy(hook))
 
-    def put_back(self, own: Passing | None) -> None:
-        """Of what passes, the tensors of the model itself, as `own` has them; None for one who has read them."""
-        if own is not None:
-            self._buffers.give(own["buffers"])
-        self._untrained.give(None if own is None else own["untrained"])
+    def put_back(self, own: Passing) -> None:
+        """Of what passes, the tensors of the model itself, as `own` has them."""
+        self._buffers.give(own["buffers"])
+        self._untrained.give(own["untrained"])
 
     def _give_options(self, kept: Sequence[Sequence[Mapping[str, Any]]]) -> None:
         """A scheduler that goes back does not take learning rates back with it. Nor does it groups that were added since."""
