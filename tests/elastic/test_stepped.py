@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import defaultdict
 from dataclasses import replace
 from typing import Any
@@ -14,7 +15,7 @@ from torch.optim.lr_scheduler import StepLR
 from phalanx.checkpoint.capture import Subject
 from phalanx.elastic.refusal import refuse_what_cannot_change
 from phalanx.elastic.transaction import Transaction, _drop_groups
-from phalanx.errors import ConfigError, StateError
+from phalanx.errors import ArgumentTypeError, ConfigError, StateError
 from phalanx.zero.optimizer import ZeroRedundancyOptimizer
 from tests.cluster import run_ranks
 from tests.elastic.mirrored import Once, Run
@@ -130,6 +131,26 @@ def test_a_scheduler_that_is_not_given_is_refused() -> None:
     for given in ({}, {"scheduler": first}):
         with pytest.raises(ConfigError, match=r"has a learning rate scheduler that .* was not given.*in extra"):
             refuse_what_cannot_change(Subject(model, optimizers, given, {"generator": torch.Generator()}))
+
+
+class Keeping:
+    """With whatever it is given for a state."""
+
+    def __init__(self, state: Any) -> None:
+        self._state = state
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"state": self._state}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+@pytest.mark.parametrize("state", [threading.Lock(), lambda: 1, torch.ones(2, requires_grad=True) * 2])
+def test_a_state_that_cannot_be_copied_is_refused_by_its_name(state: Any) -> None:
+    given = Keeping(state)
+    for subject in (Subject(None, None, {}, {"mine": given}), Subject(None, None, {"scheduler": given}, {})):
+        with pytest.raises(ArgumentTypeError, match=r"of (extra 'mine'|the scheduler), a Keeping, cannot be copied"):
+            refuse_what_cannot_change(subject)
 
 
 class Preconditioned(torch.optim.Optimizer):
