@@ -120,11 +120,11 @@ def refuse_what_cannot_change(subject: Subject) -> None:
             "of a map-style dataset. A stream, or data of each rank's own, cannot be divided anew."
         )
     for name, value in subject.extra.items():
-        settable = ("load_state_dict", "set_state", "bit_generator", "setstate")
-        if not any(hasattr(value, attribute) for attribute in settable):
+        is_stateful = hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
+        if not is_stateful and generator_state(value) is None:
             raise ArgumentTypeError(
                 f"extra {name!r} is a {type(value).__name__}, which cannot be set back in place. Give an object with "
-                "state_dict() and load_state_dict(), or a generator."
+                "state_dict() and load_state_dict(), or a generator of torch, numpy or Python."
             )
     _refuse_hook(subject)
     _refuse_what_cannot_be_copied(subject)
