@@ -14,6 +14,7 @@ from phalanx.elastic.keeping import Keeping
 from phalanx.elastic.transaction import Buffers, Transaction
 from phalanx.launch.elastic.heads import Files, Paths
 from tests.elastic.mirrored import Once
+from tests.elastic.program import Position
 
 
 class Averaged(torch.nn.Module):
@@ -56,6 +57,37 @@ def test_a_buffer_that_the_script_changes_after_the_step_is_changed_once(runs: A
     training.run(train)
     assert lost.has_happened and training._keeping is Keeping.WRITTEN
     assert run.model.count.item() == 5
+
+
+@pytest.mark.parametrize("moment", ["before the step", "after it", "after the loop"])
+@pytest.mark.parametrize("is_written", [False, True])
+def test_a_loss_in_an_evaluation_leaves_no_module_in_its_mode(runs: Any, moment: str, is_written: bool) -> None:
+    run, lost, seen = runs(samples=40), Once(), []
+    run.model = torch.nn.Sequential(torch.nn.Linear(2, 1), torch.nn.Dropout())
+    optimizer, loader = SGD(run.model.parameters(), 0.1), run.loader()
+
+    def evaluate(now: str) -> None:
+        if now != moment or lost.has_happened:
+            return
+        run.model.eval()
+        if training.step == (9 if moment == "after the loop" else 3):
+            lost()
+        run.model.train()
+        run.model[0].eval()
+
+    def train(training: Any) -> None:
+        for _ in training.epochs(2):
+            for (x,) in loader:
+                evaluate("before the step")
+                seen.append([one.training for one in run.model.modules()])
+                run.step(optimizer, x)
+                evaluate("after it")
+            evaluate("after the loop")
+
+    training = run.prepare(optimizer, loader=loader, extra={"place": Position()} if is_written else None)
+    run.model[0].eval()
+    training.run(train)
+    assert lost.has_happened and all(modes == [True, False, True] for modes in seen)
 
 
 class Caching(torch.nn.Module):

@@ -33,7 +33,7 @@ from ..optim.in_backward import InBackward
 from ..zero.optimizer import ZeroRedundancyOptimizer
 from ..zero.state.tree import numbers_of
 from .image import ImageSource, RankImage
-from .keeping import AfterStep, Passing, mark_of
+from .keeping import AfterStep, Modes, Passing, mark_of
 from .refusal import stateful_of, wrappers_of
 
 logger = logging.getLogger("phalanx.elastic")
@@ -129,6 +129,11 @@ class Buffers:
         named = () if self._model is None else self._model.named_modules()
         self._modules = [(f"{name}." if name else "", module) for name, module in named]
 
+    @property
+    def modules(self) -> list[torch.nn.Module]:
+        """All of the model's, as of the last `keep`."""
+        return [module for _, module in self._modules]
+
     def _all(self) -> Iterator[tuple[str, torch.nn.Module, str, torch.Tensor]]:
         for prefix, module in self._modules:
             for name, buffer in module._buffers.items():
@@ -186,7 +191,9 @@ class Transaction:
         """Whether something extra may be brought up to date after a step, in lines that nobody can make up for. Generators
         are kept as the random numbers of the process are; one that is drawn from in those lines is seen by `after_step`."""
         scheduler, optimizers = subject.parts.get("scheduler"), list(self._members())
-        self.after_step = AfterStep(scheduler, self._untrained.params, optimizers, generators, self._buffers.marks)
+        wrappers, untrained = wrappers_of(subject), self._untrained.params
+        self._modes = Modes(lambda: [*wrappers, *self._buffers.modules])
+        self.after_step = AfterStep(scheduler, untrained, optimizers, generators, self._buffers.marks, self._modes)
         modules = () if subject.model is None else subject.model.modules()
         self.has_extra_state = any(type(one).get_extra_state is not torch.nn.Module.get_extra_state for one in modules)
         """Whether modules have states that are no tensors (`get_extra_state`), which nobody sees change."""
@@ -332,6 +339,7 @@ class Transaction:
             "buffers": self._buffers.keep(),
             "untrained": untrained,
             "moves": [one is not None for one in untrained],
+            "modes": self._modes.keep(),
             "hook": None if hook is None else _copy_of_hook(hook),
             "options": [[_options(group) for group in one.param_groups] for one in self._members()],
             "follows": self.after_step.follows,
@@ -372,6 +380,7 @@ class Transaction:
             self._untrained.take(passing["untrained"], passing["moves"])
             # Those that are in no state_dict: nobody has read them.
             self._buffers.give(passing["buffers"])
+        self._modes.give(passing["modes"])
         self._give_options(passing["options"])
         self.after_step.forget()
         self.after_step.follows = passing["follows"]
