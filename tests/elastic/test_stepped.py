@@ -121,6 +121,28 @@ def test_a_parameter_that_is_part_of_nothing_given_is_refused() -> None:
         refuse_what_cannot_change(Subject(model, optimizer, {}, {"position": Position()}))
 
 
+def test_gradients_of_something_extra_that_is_stepped_are_forgotten_with_the_step(runs: Any) -> None:
+    weights = []
+    for lost in (Once(), lambda: None):
+        run = runs()
+        loss = torch.nn.Linear(1, 1)
+        torch.nn.init.ones_(loss.weight)
+        optimizer = SGD([*run.model.parameters(), *loss.parameters()], 0.1)
+
+        def train(training: Any) -> None:
+            while training.step < 4:
+                loss(run.model(torch.ones(1, 2))).sum().backward()  # noqa: B023
+                if training.step == 2:
+                    lost()  # noqa: B023
+                optimizer.step()  # noqa: B023
+                optimizer.zero_grad()  # noqa: B023
+                training.commit()
+
+        run.prepare(optimizer, extra={"loss": loss}).run(train)
+        weights.append(loss.weight.detach().clone())
+    assert torch.equal(*weights)
+
+
 def test_a_scheduler_that_is_not_given_is_refused() -> None:
     model = torch.nn.ModuleList([torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)])
     optimizers = {str(number): SGD(one.parameters(), 0.1) for number, one in enumerate(model)}

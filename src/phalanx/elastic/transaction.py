@@ -324,8 +324,9 @@ class Transaction:
         return list(options_of(groups, label, named_params(params, self.subject.param_names())))
 
     def forget_gradients(self) -> None:
-        """Those of a step that never was."""
-        for param in self.subject.param_names():
+        """Those of a step that never was, also of parameters that are part of something extra."""
+        groups = (group for one in self._members() for group in one.param_groups)
+        for param in (*self.subject.param_names(), *(param for group in groups for param in group["params"])):
             param.grad = None
 
     # -- what passes ---------------------------------------------------------------------------
