@@ -142,6 +142,18 @@ def test_a_buffer_that_was_made_in_an_evaluation_is_put_back() -> None:
     assert module.cache.tolist() == [1.0, 1.0] and buffers.marks() != before
 
 
+def test_a_buffer_that_a_lost_step_has_emptied_is_put_back() -> None:
+    module = torch.nn.Module()
+    module.register_buffer("seen", torch.ones(2))
+    buffers = Buffers(module)
+    kept = buffers.keep()
+    module.seen = None
+    buffers.give(kept)
+    assert module.seen is not None and module.seen.tolist() == [1.0, 1.0]
+    module.seen.add_(1)
+    assert kept["seen"].tolist() == [1.0, 1.0]
+
+
 def test_who_comes_takes_buffers_that_are_in_no_state_dict() -> None:
     first, second = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
     for model, value in ((first, 5.0), (second, 0.0)):

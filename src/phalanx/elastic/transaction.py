@@ -165,6 +165,10 @@ class Buffers:
                 module._buffers[name] = value.clone()  # made in an evaluation: it cannot be changed outside of one
             else:
                 buffer.detach().copy_(value)
+        for prefix, module in self._modules:
+            for name, buffer in module._buffers.items():
+                if buffer is None and prefix + name in kept:
+                    module._buffers[name] = kept[prefix + name].clone()
 
     def marks(self) -> list[Any]:
         """Others when a buffer has changed, but for what is done to `buffer.data`. Cheap: asked twice per step."""
