@@ -381,7 +381,7 @@ class Training:
             # Who came has another model or other data than those who were there. It ends by this; they go on without it.
             raise PeerFailure(f"rank {formed.rank}: a worker that came does not fit: {error}", ()) from error
         # Nobody is waited for in here, so that a loss finds this worker before or after it, never between.
-        self._apply(taken, formed)
+        self._apply(taken, formed, member)
         # Everybody has taken what it needs: from here on those who gave it may write over it, or step.
         self._worker.barrier()
         self._between.taken()
@@ -400,13 +400,13 @@ class Training:
             return self._take_placed(formed, found, [one[3][1] for one in said], reports)
         return self._take_written(formed, member)
 
-    def _apply(self, taken: Taken, formed: Formed) -> None:
+    def _apply(self, taken: Taken, formed: Formed, member: Member) -> None:
         if taken.source is not None:
             self._transaction.read(taken.source, formed.rank, formed.world, taken.own)
         self._transaction.forget_gradients()
         self._transaction.give(taken.passing, taken.own)
-        # Last: whatever is done above may draw numbers.
-        self._transaction.set_random(taken.passing, taken.own, formed.rank + formed.generation * formed.world)
+        # Last: whatever is done above may draw numbers. Who comes draws by its number, which never comes again.
+        self._transaction.set_random(taken.passing, taken.own, member.number)
         self._in_place.drop()
         self._version, self._keeping, self._has_entered = taken.version, taken.keeping, True
         self._num_idle = taken.passing["idle"]
