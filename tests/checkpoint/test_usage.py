@@ -94,13 +94,13 @@ def test_a_plain_model_without_a_group(tmp_path: Path, name: str) -> None:
 
 
 def test_every_kind_of_random_number(tmp_path: Path) -> None:
-    own, numbers, plain = torch.Generator(), np.random.default_rng(3), random.Random(4)
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    extra = {"own": own, "numbers": numbers, "plain": plain, "scaler": scaler, "best": {"loss": 0.25, "at": (3, "x")}}
+    own, numbers, plain, old = torch.Generator(), np.random.default_rng(3), random.Random(4), np.random.RandomState(5)
+    extra: dict[str, Any] = {"own": own, "numbers": numbers, "plain": plain, "old": old}
+    extra |= {"scaler": torch.amp.GradScaler("cpu", init_scale=8.0), "best": {"loss": 0.25, "at": (3, "x")}}
 
     def draw() -> list[float]:
         a = [random.random(), float(np.random.rand()), float(torch.rand(())), float(torch.rand((), generator=own))]
-        return [*a, float(numbers.random()), plain.random()]
+        return [*a, float(numbers.random()), plain.random(), float(old.normal())]
 
     with Checkpointer(tmp_path, extra=extra) as checkpointer:
         draw()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,7 @@ import phalanx
 from phalanx.checkpoint.capture import Subject
 from phalanx.elastic import refusal
 from phalanx.elastic.decision import Report
-from phalanx.elastic.keeping import Keeping, Steps
+from phalanx.elastic.keeping import Keeping, Steps, Taken
 from phalanx.elastic.refusal import CaughtLoss, refuse_what_cannot_change, wrappers_of
 from phalanx.errors import ConfigError, MismatchError, PeerFailure
 from tests.elastic.mirrored import Once, Run
@@ -197,6 +198,18 @@ def test_one_who_does_not_fit_ends_though_the_others_have_left_it_by_then(runs: 
     training._has_entered = not is_new
     run.member.interruption = SimpleNamespace(error=lambda: PeerFailure("the generation is over", [0]))
     assert training._follows_loss(MismatchError("another model")) is not is_new
+
+
+def test_no_two_who_come_draw_the_same_numbers(runs: Any) -> None:
+    salts = []
+    # The one comes, two others are lost before the first step, and another one comes.
+    for number, generation, rank, world in ((4, 2, 3, 4), (5, 3, 2, 3)):
+        run = runs()
+        training, run.member.number = run.prepare(SGD(run.model.parameters(), 0.1)), number
+        training._transaction.set_random = lambda passing, own, salt: salts.append(salt)
+        formed = replace(run.member.formed, generation=generation, rank=rank, members=tuple(range(world)))
+        training._apply(Taken(0, Keeping.HELD, None, training._keep_passing(), None), formed, run.member)
+    assert len(set(salts)) == 2
 
 
 def test_who_has_come_farthest_says_which_parameters_are_trained(runs: Any) -> None:

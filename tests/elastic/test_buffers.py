@@ -9,9 +9,12 @@ import torch
 from torch.optim import SGD
 
 from phalanx.checkpoint.capture import Subject
+from phalanx.elastic.image import ImageSource, RankImage
 from phalanx.elastic.keeping import Keeping
 from phalanx.elastic.transaction import Buffers, Transaction
+from phalanx.launch.elastic.heads import Files, Paths
 from tests.elastic.mirrored import Once
+from tests.elastic.program import Position
 
 
 class Averaged(torch.nn.Module):
@@ -54,6 +57,37 @@ def test_a_buffer_that_the_script_changes_after_the_step_is_changed_once(runs: A
     training.run(train)
     assert lost.has_happened and training._keeping is Keeping.WRITTEN
     assert run.model.count.item() == 5
+
+
+@pytest.mark.parametrize("moment", ["before the step", "after it", "after the loop"])
+@pytest.mark.parametrize("is_written", [False, True])
+def test_a_loss_in_an_evaluation_leaves_no_module_in_its_mode(runs: Any, moment: str, is_written: bool) -> None:
+    run, lost, seen = runs(samples=40), Once(), []
+    run.model = torch.nn.Sequential(torch.nn.Linear(2, 1), torch.nn.Dropout())
+    optimizer, loader = SGD(run.model.parameters(), 0.1), run.loader()
+
+    def evaluate(now: str) -> None:
+        if now != moment or lost.has_happened:
+            return
+        run.model.eval()
+        if training.step == (9 if moment == "after the loop" else 3):
+            lost()
+        run.model.train()
+        run.model[0].eval()
+
+    def train(training: Any) -> None:
+        for _ in training.epochs(2):
+            for (x,) in loader:
+                evaluate("before the step")
+                seen.append([one.training for one in run.model.modules()])
+                run.step(optimizer, x)
+                evaluate("after it")
+            evaluate("after the loop")
+
+    training = run.prepare(optimizer, loader=loader, extra={"place": Position()} if is_written else None)
+    run.model[0].eval()
+    training.run(train)
+    assert lost.has_happened and all(modes == [True, False, True] for modes in seen)
 
 
 class Caching(torch.nn.Module):
@@ -108,6 +142,18 @@ def test_a_buffer_that_was_made_in_an_evaluation_is_put_back() -> None:
     assert module.cache.tolist() == [1.0, 1.0] and buffers.marks() != before
 
 
+def test_a_buffer_that_a_lost_step_has_emptied_is_put_back() -> None:
+    module = torch.nn.Module()
+    module.register_buffer("seen", torch.ones(2))
+    buffers = Buffers(module)
+    kept = buffers.keep()
+    module.seen = None
+    buffers.give(kept)
+    assert module.seen is not None and module.seen.tolist() == [1.0, 1.0]
+    module.seen.add_(1)
+    assert kept["seen"].tolist() == [1.0, 1.0]
+
+
 def test_who_comes_takes_buffers_that_are_in_no_state_dict() -> None:
     first, second = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
     for model, value in ((first, 5.0), (second, 0.0)):
@@ -115,3 +161,37 @@ def test_who_comes_takes_buffers_that_are_in_no_state_dict() -> None:
     passing = Transaction(Subject(first, None, {}, None)).keep()
     Transaction(Subject(second, None, {}, None)).give(passing, None)
     assert second.passed.item() == 5.0
+
+
+def _with_teacher() -> tuple[torch.nn.ModuleList, Transaction]:
+    torch.manual_seed(0)
+    model = torch.nn.ModuleList([torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)])
+    optimizer = SGD(model[0].parameters(), 0.1)
+    return model, Transaction(Subject(model, optimizer, {}, None))
+
+
+def _move(model: torch.nn.ModuleList) -> None:
+    with torch.no_grad():
+        model[1].weight.add_(1.0)
+
+
+def test_who_comes_takes_a_teacher_as_it_was_before_the_step_that_was_undone() -> None:
+    (first, there), (second, comes) = _with_teacher(), _with_teacher()
+    there.keep()
+    _move(first)
+    passing = there.keep()
+    expected = first[1].weight.detach().clone()
+    _move(first)  # in the forward of a step that is undone
+    files = Files("written")
+    image = RankImage(Paths.of(files.paths), 0, 1)
+    there.write(image, 1, 0, 1, passing)
+    source = ImageSource([Paths.of(files.paths)], 1)
+    comes.read(source, 0, 1, None)
+    comes.give(source.rest[0], None)
+    assert torch.equal(second[1].weight, expected)
+    kept = comes.keep()
+    _move(second)
+    comes.put_back(kept)
+    assert torch.equal(second[1].weight, expected), "the first step of who has come was not undone"
+    image.close()
+    files.close()

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import itertools
 
-from phalanx.elastic.decision import Decision, Report, decide
+import pytest
+
+from phalanx.elastic.decision import Decision, Report, decide, holder
+from phalanx.errors import StateError
 
 NEW = Report(None)
 
@@ -62,3 +65,10 @@ def test_a_step_that_all_have_made_is_completed() -> None:
 
 def test_newcomers_alone_have_nothing() -> None:
     assert decide([NEW, NEW]) is None and decide([]) is None
+
+
+def test_a_state_that_was_loaded_is_taken_from_one_who_has_all_of_it() -> None:
+    assert holder([None, None]) is None
+    assert holder([False, None, True, True]) == 2
+    with pytest.raises(StateError, match=r"its share of the optimizer's state that was loaded before"):
+        holder([False, None, False])

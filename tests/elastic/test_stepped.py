@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections import defaultdict
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,8 +15,10 @@ from torch.optim.lr_scheduler import StepLR
 from phalanx.checkpoint.capture import Subject
 from phalanx.elastic.refusal import refuse_what_cannot_change
 from phalanx.elastic.transaction import Transaction, _drop_groups
-from phalanx.errors import ConfigError, StateError
-from tests.elastic.mirrored import Once
+from phalanx.errors import ArgumentTypeError, ConfigError, StateError
+from phalanx.zero.optimizer import ZeroRedundancyOptimizer
+from tests.cluster import run_ranks
+from tests.elastic.mirrored import Once, Run
 from tests.elastic.program import Position
 
 
@@ -117,6 +121,28 @@ def test_a_parameter_that_is_part_of_nothing_given_is_refused() -> None:
         refuse_what_cannot_change(Subject(model, optimizer, {}, {"position": Position()}))
 
 
+def test_gradients_of_something_extra_that_is_stepped_are_forgotten_with_the_step(runs: Any) -> None:
+    weights = []
+    for lost in (Once(), lambda: None):
+        run = runs()
+        loss = torch.nn.Linear(1, 1)
+        torch.nn.init.ones_(loss.weight)
+        optimizer = SGD([*run.model.parameters(), *loss.parameters()], 0.1)
+
+        def train(training: Any) -> None:
+            while training.step < 4:
+                loss(run.model(torch.ones(1, 2))).sum().backward()  # noqa: B023
+                if training.step == 2:
+                    lost()  # noqa: B023
+                optimizer.step()  # noqa: B023
+                optimizer.zero_grad()  # noqa: B023
+                training.commit()
+
+        run.prepare(optimizer, extra={"loss": loss}).run(train)
+        weights.append(loss.weight.detach().clone())
+    assert torch.equal(*weights)
+
+
 def test_a_scheduler_that_is_not_given_is_refused() -> None:
     model = torch.nn.ModuleList([torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)])
     optimizers = {str(number): SGD(one.parameters(), 0.1) for number, one in enumerate(model)}
@@ -127,6 +153,26 @@ def test_a_scheduler_that_is_not_given_is_refused() -> None:
     for given in ({}, {"scheduler": first}):
         with pytest.raises(ConfigError, match=r"has a learning rate scheduler that .* was not given.*in extra"):
             refuse_what_cannot_change(Subject(model, optimizers, given, {"generator": torch.Generator()}))
+
+
+class Keeping:
+    """With whatever it is given for a state."""
+
+    def __init__(self, state: Any) -> None:
+        self._state = state
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"state": self._state}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+@pytest.mark.parametrize("state", [threading.Lock(), lambda: 1, torch.ones(2, requires_grad=True) * 2])
+def test_a_state_that_cannot_be_copied_is_refused_by_its_name(state: Any) -> None:
+    given = Keeping(state)
+    for subject in (Subject(None, None, {}, {"mine": given}), Subject(None, None, {"scheduler": given}, {})):
+        with pytest.raises(ArgumentTypeError, match=r"of (extra 'mine'|the scheduler), a Keeping, cannot be copied"):
+            refuse_what_cannot_change(subject)
 
 
 class Preconditioned(torch.optim.Optimizer):
@@ -156,3 +202,35 @@ def test_copies_have_nested_states_as_they_are(is_new: bool) -> None:
         pieces, _, _ = transaction._describe(0, 1)
         found = [one.values.tolist() for one in pieces if one.key.startswith("optimizer/weight/")]
         assert found == [[count] * 2, [count] * 3]
+
+
+def _loses_before_the_first_commit(rank: int, world: int) -> tuple[list[Any], list[Any]]:
+    """What a divided optimizer has of a step before the training function, then and inside of it."""
+    with pytest.MonkeyPatch.context() as patch:
+        run, lost = Run(patch, worlds=(1, 1)), Once()
+        optimizer = ZeroRedundancyOptimizer(run.model.parameters(), Adam, lr=0.1)
+        run.step(optimizer, torch.ones(1, 2))
+        training: Any = run.prepare(optimizer)
+        meet = run.member.meet
+        run.member.meet = lambda *about: replace(meet(*about), has_committed=False)  # type: ignore[method-assign]
+        write, seen = training._transaction.write, list[list[Any]]()
+
+        def write_after_loss(*args: Any) -> None:
+            lost()
+            write(*args)
+
+        def look(_: Any = None) -> None:
+            seen.append([state["exp_avg"].tolist() for state in optimizer.optim.state.values()])
+
+        training._transaction.write = write_after_loss
+        look()
+        training.run(look)
+        run.close()
+    assert lost.has_happened
+    before, inside = seen
+    return before, inside
+
+
+def test_a_divided_state_that_was_there_before_the_first_commit_outlives_a_loss() -> None:
+    ((before, inside),) = run_ranks(1, _loses_before_the_first_commit)
+    assert before and inside == before

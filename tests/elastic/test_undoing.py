@@ -433,6 +433,7 @@ GENERATORS = {
     "torch": lambda: torch.Generator().manual_seed(1),
     "python": lambda: random.Random(1),
     "numpy": lambda: np.random.Generator(np.random.MT19937(1)),
+    "numpy's old one": lambda: np.random.RandomState(1),
 }
 
 
@@ -445,7 +446,7 @@ def test_generators_need_copies_only_if_they_are_drawn_from_after_the_step(runs:
     training = run.prepare(optimizer, extra={"generator": generator})
 
     def draw(step: int) -> None:
-        number = torch.rand((), generator=generator).item() if kind == "torch" else generator.random()
+        number = torch.rand((), generator=generator).item() if kind == "torch" else generator.uniform(0, 1)
         assert seen.setdefault(step, number) == number, "another number for the same step"
 
     def train(training: Any) -> None:

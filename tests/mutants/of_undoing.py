@@ -113,7 +113,7 @@ MUTATIONS = (
     Mutation(
         name="undoing: parameters that no optimizer steps are not put back",
         file=TRANSACTION,
-        old='        self._untrained.give(None if own is None else own["untrained"])\n',
+        old='        self._untrained.give(own["untrained"])\n',
         new="",
         tests=f"{TESTS}::test_a_teacher_that_a_lost_step_has_moved_goes_back",
     ),

@@ -6,6 +6,7 @@ own number, so that loading twice on as many ranks gives the same numbers twice.
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import random
 from collections.abc import Callable
@@ -121,6 +122,8 @@ def generator_state(value: Any) -> Any:
         return value.get_state()
     if isinstance(value, np.random.Generator):
         return value.bit_generator.state
+    if isinstance(value, np.random.RandomState):
+        return value.get_state()
     if isinstance(value, random.Random):
         return value.getstate()
     return None
@@ -133,6 +136,8 @@ def check_generator_state(value: Any, state: Any, what: str) -> None:
             torch.Generator(value.device).set_state(state)
         elif isinstance(value, np.random.Generator):
             type(value.bit_generator)().state = state
+        elif isinstance(value, np.random.RandomState):
+            copy.deepcopy(value).set_state(state)  # of a kind that nothing public tells
         elif isinstance(value, random.Random):
             random.Random().setstate(state)
     except (TypeError, ValueError, LookupError, RuntimeError, AttributeError, OverflowError) as error:
@@ -145,5 +150,7 @@ def set_generator_state(value: Any, state: Any) -> None:
         value.set_state(state)
     elif isinstance(value, np.random.Generator):
         value.bit_generator.state = state
+    elif isinstance(value, np.random.RandomState):
+        value.set_state(state)
     else:
         value.setstate(state)

@@ -16,6 +16,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ..errors import StateError
+
+LOST = "every rank that held the state is lost. Start again from the newest checkpoint (Checkpointer.restore)."
 
 @dataclass(frozen=True, slots=True)
 class Report:
@@ -52,3 +55,18 @@ def decide(reports: Sequence[Report]) -> Decision | None:
     if not whole:
         return None
     return Decision(newest + 1, whole[0], tuple(rank for rank in range(len(reports)) if rank not in whole), True)
+
+
+def holder(said: Sequence[bool | None]) -> int | None:
+    """Who has all of a divided state from before the first commit. `said` by rank: whether it does, None if it has nothing.
+
+    None if nobody has anything. Raises StateError if all have shares only: that of who was lost is nowhere.
+    """
+    if all(one is None for one in said):
+        return None
+    if True not in said:
+        raise StateError(
+            "a rank was lost before anything was committed, and with it its share of the optimizer's state that was loaded "
+            "before the training function. Start again, and load it again."
+        )
+    return said.index(True)

@@ -57,6 +57,27 @@ class Taken:
     """What this worker itself kept of what passes; None for one who has just come."""
 
 
+class Modes:
+    """Which modules train and which are evaluated: a loss in the midst of an evaluation leaves them all in its mode.
+
+    `modules` lists them; a walk over a model at every step would cost more than all else here.
+    """
+
+    def __init__(self, modules: Callable[[], Iterable[torch.nn.Module]]) -> None:
+        self._modules = modules
+
+    def keep(self) -> list[bool]:
+        """As they are now."""
+        return [module.training for module in self._modules()]
+
+    def give(self, kept: Sequence[bool]) -> None:
+        """Put back what `keep` returned, here or on another rank."""
+        # A model that has got other modules since has modes of its own.
+        if len(found := list(self._modules())) == len(kept):
+            for module, trains in zip(found, kept, strict=True):
+                module.training = trains
+
+
 # What a script may set among an optimizer's options: learning rates, betas.
 _NUMBERS = (int, float, complex, tuple, list, torch.Tensor)
 
@@ -90,9 +111,11 @@ class AfterStep:
         optimizers: Sequence[torch.optim.Optimizer],
         generators: Sequence[Any],
         buffers: Callable[[], list[Any]],
+        modes: Modes,
     ) -> None:
         self._scheduler, self._untrained, self._optimizers = scheduler, untrained, optimizers
-        self._generators, self._buffers = generators, buffers
+        self._generators, self._buffers, self._modes = generators, buffers, modes
+        self._trained_in: list[bool] = []  # the modes when the optimizer's step had ended
         self._lines = Lines.DONE
         self._noted = self._look()  # when the optimizer's step had ended
         # Of trained parameters, when only step() was to change them again; with their norms if looked at closely.
@@ -118,7 +141,7 @@ class AfterStep:
 
     def begin(self) -> None:
         """The optimizer's step has ended."""
-        self._lines, self._noted = Lines.RUNNING, self._look()
+        self._lines, self._noted, self._trained_in = Lines.RUNNING, self._look(), self._modes.keep()
         self.rest(closely=self._changes is not None and self._changes[1] is not None)
 
     def end(self) -> None:
@@ -145,6 +168,8 @@ class AfterStep:
         """Those lines may not have run: do what is known of them. `is_due`: the scheduler of some rank was stepped."""
         if self._lines is Lines.JUDGED:
             return
+        if self._lines is Lines.RUNNING:
+            self._modes.give(self._trained_in)
         if (is_due or self.follows) and self._can_follow and not self.has_moved:
             self._lines, self._noted = Lines.RUNNING, self._look()
             self._scheduler.step()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, TypeVar
 
@@ -9,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import rpc
 
-from ..checkpoint.capture import Subject, check_parts
+from ..checkpoint.capture import Subject, check_parts, state_of
 from ..checkpoint.optimizers import members
 from ..checkpoint.randomness import generator_state
 from ..comm.failure.interruption import awaited
@@ -118,13 +120,14 @@ def refuse_what_cannot_change(subject: Subject) -> None:
             "of a map-style dataset. A stream, or data of each rank's own, cannot be divided anew."
         )
     for name, value in subject.extra.items():
-        settable = ("load_state_dict", "set_state", "bit_generator", "setstate")
-        if not any(hasattr(value, attribute) for attribute in settable):
+        is_stateful = hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
+        if not is_stateful and generator_state(value) is None:
             raise ArgumentTypeError(
                 f"extra {name!r} is a {type(value).__name__}, which cannot be set back in place. Give an object with "
-                "state_dict() and load_state_dict(), or a generator."
+                "state_dict() and load_state_dict(), or a generator of torch, numpy or Python."
             )
     _refuse_hook(subject)
+    _refuse_what_cannot_be_copied(subject)
     _refuse_other_wrappers(subject)
     _refuse_outsiders(subject)
     _refuse_other_schedulers(subject)
@@ -161,6 +164,22 @@ def _refuse_hook(subject: Subject) -> None:
                 f"the communication hook's state, a {type(hook[0]).__name__}, has no state_dict() and load_state_dict(): "
                 "what a step that is undone has changed in it would stay. Give it both, or use one of phalanx.comm.hooks."
             )
+
+
+def _refuse_what_cannot_be_copied(subject: Subject) -> None:
+    """Each of these is copied at every commit, and written for other processes. Asked now, as their errors name no part."""
+    found = {f"the {name}": part for name, part in subject.parts.items() if name != "loader"}
+    found |= {f"extra {name!r}": value for name, value in subject.extra.items()}
+    hook = stateful_of(subject)
+    found |= {} if hook is None else {"the communication hook's state": hook}
+    for name, value in found.items():
+        try:
+            pickle.dumps(copy.deepcopy(state_of(value)))
+        except Exception as error:  # from a class of the script's own: of any kind
+            raise ArgumentTypeError(
+                f"the state_dict() of {name}, a {type(value).__name__}, cannot be copied and given to other ranks: "
+                f"{error!r:.200}. Leave locks, files, generators and lambdas out of it, and detach tensors."
+            ) from error
 
 
 def _refuse_outsiders(subject: Subject) -> None:

@@ -26,7 +26,7 @@ from ..launch.elastic.heads import VOID
 from ..launch.elastic.member import Formed, Member
 from ..launch.worker import current_worker
 from . import refusal
-from .decision import Decision, Report, decide
+from .decision import LOST, Decision, Report, decide
 from .hosts.between import Between
 from .image import ImageSource, RankImage
 from .in_place import Found, InPlace, Standing
@@ -235,7 +235,8 @@ class Training:
         assert self._image is not None, "it is a member of a generation"
         self._kept, self._at_end = self._keep_passing(), None
         if how is Keeping.WRITTEN:
-            self._transaction.write(self._image, version, self._worker.rank, self._worker.world, self._kept)
+            now = {**self._kept, "untrained": None}  # what no optimizer steps is among the pieces, as it is
+            self._transaction.write(self._image, version, self._worker.rank, self._worker.world, now)
             self._between.pass_on(self._image)
         elif self._keeping is how:
             # What was written before all held it, or had it in place, is out of date. Not one commit earlier: some may not
@@ -347,8 +348,7 @@ class Training:
         met = time.monotonic()
         self._worker.rejoin(formed, member.interruption)
         self._go_on(formed, member, in_loop)
-        paused_s, waited_s = time.monotonic() - begun, met - begun
-        times = {"paused_s": round(paused_s, 4), "waited_s": round(waited_s, 4)}
+        times = {"paused_s": round(time.monotonic() - begun, 4), "waited_s": round(met - begun, 4)}
         self._telling.goes_on(member, formed, self.step, **times, why=why)
 
     def _preserve(self, last: Formed | None) -> int | None:
@@ -381,7 +381,7 @@ class Training:
             # Who came has another model or other data than those who were there. It ends by this; they go on without it.
             raise PeerFailure(f"rank {formed.rank}: a worker that came does not fit: {error}", ()) from error
         # Nobody is waited for in here, so that a loss finds this worker before or after it, never between.
-        self._apply(taken, formed)
+        self._apply(taken, formed, member)
         # Everybody has taken what it needs: from here on those who gave it may write over it, or step.
         self._worker.barrier()
         self._between.taken()
@@ -400,13 +400,13 @@ class Training:
             return self._take_placed(formed, found, [one[3][1] for one in said], reports)
         return self._take_written(formed, member)
 
-    def _apply(self, taken: Taken, formed: Formed) -> None:
+    def _apply(self, taken: Taken, formed: Formed, member: Member) -> None:
         if taken.source is not None:
             self._transaction.read(taken.source, formed.rank, formed.world, taken.own)
         self._transaction.forget_gradients()
         self._transaction.give(taken.passing, taken.own)
-        # Last: whatever is done above may draw numbers.
-        self._transaction.set_random(taken.passing, taken.own, formed.rank + formed.generation * formed.world)
+        # Last: whatever is done above may draw numbers. Who comes draws by its number, which never comes again.
+        self._transaction.set_random(taken.passing, taken.own, member.number)
         self._in_place.drop()
         self._version, self._keeping, self._has_entered = taken.version, taken.keeping, True
         self._num_idle = taken.passing["idle"]
@@ -427,16 +427,18 @@ class Training:
                 if self._between.absent:
                     # To the meeting: the launcher knows whether any of them may still come, and ends the run if not.
                     raise PeerFailure("a part of the state is kept on hosts that have no rank at the moment", ())
-                raise StateError(
-                    "every rank that held the state is lost. Start again from the newest checkpoint (Checkpointer.restore)."
-                )
+                raise StateError(LOST)
+            mine = self._kept if self._has_entered else self._keep_passing()
+            where = self._between.loaded(formed, self._transaction.holds_whole(), self._writes(0, mine))
+            source = None if where is None else ImageSource([where], 0)
+            if source is not None:
+                self._transaction.read_options(source)
             self._renew()
             # Nobody has committed anything: all begin where the first one began, which may have taken a batch since.
             for ddp in refusal.wrappers_of(self._subject):
                 ddp.replicate_module(0)
-            mine = self._kept if self._has_entered else self._keep_passing()
             passing: Passing = self._worker.exchange.all_objects(mine)[0]
-            return Taken(0, Keeping.WRITTEN, None, passing, mine if self._has_entered else None)
+            return Taken(0, Keeping.WRITTEN, source, passing, mine if self._has_entered else None)
         source = ImageSource(formed.before, formed.version)
         # First the options: who comes has those of the beginning, and a divided optimizer compares them.
         self._transaction.read_options(source)
@@ -467,23 +469,21 @@ class Training:
         """What some rank holds; only who has not got it takes it."""
         decision = decide(reports)
         if decision is None:
-            raise StateError(
-                "all ranks that held the state whole are lost. Start again from the newest checkpoint "
-                "(Checkpointer.restore)."
-            )
+            raise StateError(LOST)
         if decision.completes and formed.rank not in decision.takers:
             self._complete(reports)
         mine = self._kept
         if decision.takers:
-            assert self._image is not None, "it has just been made"
-            if formed.rank == decision.source:
-                self._transaction.write(self._image, decision.version, 0, 1, mine)
-            self._worker.barrier()
-            where = self._between.bring(formed, decision.source, decision.takers, decision.version)
+            version, writes = decision.version, self._writes(decision.version, mine)
+            where = self._between.bring(formed, decision.source, decision.takers, version, writes)
         if formed.rank not in decision.takers:
             return Taken(decision.version, Keeping.HELD, None, mine, mine)
         source = ImageSource([where], decision.version)
         return Taken(decision.version, Keeping.HELD, source, source.rest[0], self._own(reports[formed.rank], decision))
+
+    def _writes(self, version: int, passing: Passing) -> Callable[[], None]:
+        assert self._image is not None, "it has just been made"
+        return functools.partial(self._transaction.write, self._image, version, 0, 1, passing)
 
     def _own(self, report: Report, decision: Decision) -> Passing | None:
         """This worker's own random numbers, buffers and hook, where it takes the rest from another."""

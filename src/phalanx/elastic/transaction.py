@@ -33,7 +33,7 @@ from ..optim.in_backward import InBackward
 from ..zero.optimizer import ZeroRedundancyOptimizer
 from ..zero.state.tree import numbers_of
 from .image import ImageSource, RankImage
-from .keeping import AfterStep, Passing, mark_of
+from .keeping import AfterStep, Modes, Passing, mark_of
 from .refusal import stateful_of, wrappers_of
 
 logger = logging.getLogger("phalanx.elastic")
@@ -91,6 +91,17 @@ class Untrained:
         return [held for _, held in self._kept]
 
     @torch.no_grad()
+    def take(self, kept: Sequence[torch.Tensor | None] | None, moves: Sequence[bool]) -> None:
+        """What another rank's `keep` returned, for one who comes and has read all that was there: a step that is undone had
+        moved some of them by then. `moves`: those that were ever seen to change, so that copies are kept here too."""
+        self._kept = []
+        for number, (param, has_moved) in enumerate(zip(self.params, moves, strict=True)):
+            value = None if kept is None else kept[number]
+            if value is not None:
+                param.detach().copy_(value)
+            self._kept.append((mark_of(param), param.detach().clone() if has_moved else None))
+
+    @torch.no_grad()
     def give(self, kept: Sequence[torch.Tensor | None] | None) -> None:
         """Put back what `keep` returned; None if all have been read from elsewhere already."""
         for number, (param, (mark, held)) in enumerate(zip(self.params, self._kept, strict=False)):
@@ -117,6 +128,11 @@ class Buffers:
     def _list_modules(self) -> None:
         named = () if self._model is None else self._model.named_modules()
         self._modules = [(f"{name}." if name else "", module) for name, module in named]
+
+    @property
+    def modules(self) -> list[torch.nn.Module]:
+        """All of the model's, as of the last `keep`."""
+        return [module for _, module in self._modules]
 
     def _all(self) -> Iterator[tuple[str, torch.nn.Module, str, torch.Tensor]]:
         for prefix, module in self._modules:
@@ -149,6 +165,10 @@ class Buffers:
                 module._buffers[name] = value.clone()  # made in an evaluation: it cannot be changed outside of one
             else:
                 buffer.detach().copy_(value)
+        for prefix, module in self._modules:
+            for name, buffer in module._buffers.items():
+                if buffer is None and prefix + name in kept:
+                    module._buffers[name] = kept[prefix + name].clone()
 
     def marks(self) -> list[Any]:
         """Others when a buffer has changed, but for what is done to `buffer.data`. Cheap: asked twice per step."""
@@ -175,7 +195,9 @@ class Transaction:
         """Whether something extra may be brought up to date after a step, in lines that nobody can make up for. Generators
         are kept as the random numbers of the process are; one that is drawn from in those lines is seen by `after_step`."""
         scheduler, optimizers = subject.parts.get("scheduler"), list(self._members())
-        self.after_step = AfterStep(scheduler, self._untrained.params, optimizers, generators, self._buffers.marks)
+        wrappers, untrained = wrappers_of(subject), self._untrained.params
+        self._modes = Modes(lambda: [*wrappers, *self._buffers.modules])
+        self.after_step = AfterStep(scheduler, untrained, optimizers, generators, self._buffers.marks, self._modes)
         modules = () if subject.model is None else subject.model.modules()
         self.has_extra_state = any(type(one).get_extra_state is not torch.nn.Module.get_extra_state for one in modules)
         """Whether modules have states that are no tensors (`get_extra_state`), which nobody sees change."""
@@ -189,6 +211,12 @@ class Transaction:
         """Whether no rank has the whole state of the optimizers, or at all times."""
         return any(isinstance(one, (ZeroRedundancyOptimizer, InBackward)) for one in self.subject.optimizers.values())
 
+    def holds_whole(self) -> bool | None:
+        """Whether divided optimizers have all of their state on this rank, which is alone in their group; None if they have
+        none."""
+        found = [one for one in self.subject.optimizers.values() if isinstance(one, ZeroRedundancyOptimizer)]
+        return all(one.world_size == 1 for one in found) if any(one.optim.state for one in found) else None
+
     @property
     def has_stepped_in_backward(self) -> bool:
         """Whether the optimizers step in backward, and the one of this batch was no mere part of a sum."""
@@ -201,8 +229,7 @@ class Transaction:
     def write(self, image: RankImage, version: int, rank: int, world: int, passing: Passing) -> None:
         """Write this rank's share of what was learnt; all of it if `world` is 1."""
         pieces, layout, texts = self._describe(rank, world)
-        # What no optimizer steps is among the pieces already.
-        image.write(version, pieces, layout, self._with_options(texts), {**passing, "untrained": None})
+        image.write(version, pieces, layout, self._with_options(texts), passing)
 
     def preserve(self, paths: Paths, version: int, passing: Passing) -> None:
         """Write all of it, as of `passing`, to one rank's files. No optimizer has stepped since."""
@@ -301,20 +328,23 @@ class Transaction:
         return list(options_of(groups, label, named_params(params, self.subject.param_names())))
 
     def forget_gradients(self) -> None:
-        """Those of a step that never was."""
-        for param in self.subject.param_names():
+        """Those of a step that never was, also of parameters that are part of something extra."""
+        groups = (group for one in self._members() for group in one.param_groups)
+        for param in (*self.subject.param_names(), *(param for group in groups for param in group["params"])):
             param.grad = None
 
     # -- what passes ---------------------------------------------------------------------------
 
     def keep(self, closely: bool = False) -> Passing:
         """What passes, as it is now. Copies. `closely`: see `AfterStep.rest`."""
-        subject, hook = self.subject, self._hook_state
+        subject, hook, untrained = self.subject, self._hook_state, self._untrained.keep()
         self.after_step.rest(closely)
         return {
             "random": capture_randomness(),
             "buffers": self._buffers.keep(),
-            "untrained": self._untrained.keep(),
+            "untrained": untrained,
+            "moves": [one is not None for one in untrained],
+            "modes": self._modes.keep(),
             "hook": None if hook is None else _copy_of_hook(hook),
             "options": [[_options(group) for group in one.param_groups] for one in self._members()],
             "follows": self.after_step.follows,
@@ -349,10 +379,13 @@ class Transaction:
                     target._per_optimizer_states.clear()
             else:
                 set_generator_state(target, passing["extra"][name])
-        self.put_back(own)
-        if own is None:
+        if own is not None:
+            self.put_back(own)
+        else:
+            self._untrained.take(passing["untrained"], passing["moves"])
             # Those that are in no state_dict: nobody has read them.
             self._buffers.give(passing["buffers"])
+        self._modes.give(passing["modes"])
         self._give_options(passing["options"])
         self.after_step.forget()
         self.after_step.follows = passing["follows"]
@@ -362,11 +395,10 @@ class Transaction:
                 hook = {**hook, "residuals": {}}  # what a rank still owes to the sum: one who has just come owes nothing
             self._hook_state.load_state_dict(hook if isinstance(self._hook_state, HookState) else copy.deepcopy(hook))
 
-    def put_back(self, own: Passing | None) -> None:
-        """Of what passes, the tensors of the model itself, as `own` has them; None for one who has read them."""
-        if own is not None:
-            self._buffers.give(own["buffers"])
-        self._untrained.give(None if own is None else own["untrained"])
+    def put_back(self, own: Passing) -> None:
+        """Of what passes, the tensors of the model itself, as `own` has them."""
+        self._buffers.give(own["buffers"])
+        self._untrained.give(own["untrained"])
 
     def _give_options(self, kept: Sequence[Sequence[Mapping[str, Any]]]) -> None:
         """A scheduler that goes back does not take learning rates back with it. Nor does it groups that were added since."""

@@ -17,6 +17,7 @@ from ...launch.elastic.hosts.mirrors import keepers
 from ...launch.elastic.member import Formed, Member
 from ...launch.worker import Worker
 from ...observe.live.pulse import waiting
+from ..decision import holder
 from ..image import RankImage
 from ..mapped import read_bytes
 from .found import Move, Seen, choose, moves_to_all
@@ -87,8 +88,13 @@ class Between:
         paths = tuple(moved.get(old, here.get(old, NOWHERE)) for old in range(worlds[choice.generation]))
         return replace(formed, before=paths, members_before=known[choice.generation][0], version=choice.version)
 
-    def bring(self, formed: Formed, source: int, takers: Sequence[int], version: int) -> Paths:
-        """Where this rank finds what rank `source` has written to its image for the takers."""
+    def bring(
+        self, formed: Formed, source: int, takers: Sequence[int], version: int, write: Callable[[], None]
+    ) -> Paths:
+        """Where this rank finds what rank `source` writes to its image for the takers."""
+        if formed.rank == source:
+            write()
+        self._worker.barrier()
         if not formed.hosts:
             return formed.images[source]
         needing = [rank for rank in range(formed.world) if formed.hosts[rank] in {formed.hosts[one] for one in takers}]
@@ -96,6 +102,14 @@ class Between:
         moves = moves_to_all(source, [source], hosts)
         moved = self._move(formed, moves, lambda old: Cargo.of(formed.images[old], version))
         return moved.get(source, formed.images[source])
+
+    def loaded(self, formed: Formed, is_whole: bool | None, write: Callable[[], None]) -> Paths | None:
+        """Where this rank finds a divided state from before the first commit; None if there was none. It is that of one who
+        has all of it, since who comes has loaded it alone. Raises StateError if there is no such rank."""
+        source = holder(self._worker.exchange.all_objects(is_whole))
+        if source is None:
+            return None
+        return self.bring(formed, source, [rank for rank in range(formed.world) if rank != source], 0, write)
 
     def _move(self, formed: Formed, moves: Sequence[Move], cargo: Callable[[int], Cargo]) -> dict[int, Paths]:
         """Make the moves; where this rank's host has what came, by old rank. For the caller until the next barrier."""
