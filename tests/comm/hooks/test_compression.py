@@ -163,6 +163,17 @@ def test_residuals_move_also_from_a_bucket_that_has_none_any_more() -> None:
     assert residuals.named()["layer0.1"].tolist() == [5.0, 6.0, 7.0]
 
 
+def test_residuals_go_to_another_dtype_with_their_gradients() -> None:
+    residuals = Residuals()
+    residuals.add(make_bucket(Layout(((4,),)))).fill_(1.0)
+    bucket = make_bucket(Layout(((4,),), dtype=torch.float64))
+    bucket.buffer().fill_(1e-12)
+    residuals.begin()
+    assert torch.equal(residuals.add(bucket), torch.full((4,), 1.0 + 1e-12, dtype=torch.float64)), "nothing is rounded"
+    residuals.restore()
+    assert torch.equal(residuals.named()["layer0.0"], torch.ones(4))
+
+
 def test_residuals_that_wait_for_their_bucket_are_not_written_over() -> None:
     residuals = Residuals()
     residuals.add(make_bucket(Layout(((4,), (3,))), 0)).copy_(torch.arange(1.0, 8.0))

@@ -96,14 +96,17 @@ class Residuals:
         """What is kept for the gradients that are in this bucket now."""
         buffer = bucket.buffer()
         kept = self._kept.get(bucket.index())
+        # The model may have gone to another dtype or device, in which it keeps its names.
+        dtype = accumulation_dtype(buffer.dtype)
         if kept is not None and kept.names == bucket.names() and kept.flat.numel() == numel:
-            return kept
+            if kept.flat.dtype is dtype and kept.flat.device == buffer.device:
+                return kept
         # Also those of a gradient that comes from a place where nobody asks for residuals any more: a bucket of vectors has
         # none with PowerSGD, a sparse one with any hook.
         names = set(bucket.names())
         if kept is not None or any(not names.isdisjoint(other.names) for other in self._kept.values()):
             self._unbind()
-        flat = torch.zeros(numel, dtype=accumulation_dtype(buffer.dtype), device=buffer.device)
+        flat = torch.zeros(numel, dtype=dtype, device=buffer.device)
         kept = _Kept(bucket.names(), bucket.spans(), flat)
         for name, piece in kept.pieces().items():
             if name in self._loose:
