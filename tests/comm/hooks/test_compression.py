@@ -242,6 +242,11 @@ def test_settings_that_make_no_sense_are_refused(make: object, words: str) -> No
         make()  # type: ignore[operator]
 
 
+def test_whole_numbers_may_be_floats_as_settings_that_were_read_often_are() -> None:
+    assert repr(PowerSGDState(matrix_approximation_rank=2.0).config()["matrix_approximation_rank"]) == "2"  # type: ignore[arg-type]
+    assert repr(Int8State(block_size=256.0).config()["block_size"]) == "256"  # type: ignore[arg-type]
+
+
 def test_a_foreign_or_broken_state_dict_changes_nothing() -> None:
     state = PowerSGDState()
     state.iter = 4
