@@ -12,6 +12,8 @@ import torch
 
 from ..errors import ReductionError
 
+Layout = tuple[tuple[int, ...], tuple[int, ...], int]
+
 
 class GradBucket:
     """One bucket of one step, as a hook sees it. Made once by the reducer and lent out every step.
@@ -30,6 +32,7 @@ class GradBucket:
         "_gradients",
         "_index",
         "_is_last",
+        "_layouts",
         "_names",
         "_origin",
         "_origin_gradients",
@@ -57,6 +60,7 @@ class GradBucket:
         positions = (f"bucket{index}[{nth}]" for nth in range(len(self._origin_gradients)))
         self._names = tuple(positions if names is None else names)
         self._spans: tuple[tuple[int, int], ...] | None = None  # made on first asking: few hooks ask
+        self._layouts: tuple[Layout, ...] | None = None
 
     def index(self) -> int:
         """The bucket's place in the order in which hooks are called, from 0."""
@@ -107,6 +111,13 @@ class GradBucket:
             start = int(self._origin.storage_offset())
             self._spans = tuple((int(g.storage_offset()) - start, g.numel()) for g in self._origin_gradients)
         return self._spans
+
+    def layouts(self) -> tuple[Layout, ...]:
+        """(shape, strides, offset) of each gradient within the flat buffer."""
+        if self._layouts is None:
+            places = zip(self._origin_gradients, self.spans(), strict=True)
+            self._layouts = tuple((tuple(g.shape), g.stride(), offset) for g, (offset, _) in places)
+        return self._layouts
 
     def real(self) -> GradBucket:
         """This bucket where it holds real numbers, else one over the same memory as pairs of reals.

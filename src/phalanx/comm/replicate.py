@@ -10,6 +10,7 @@ from __future__ import annotations
 import zlib
 from array import array
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 
 import torch
 
@@ -59,15 +60,22 @@ def _buffer_of(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[torc
 
 
 def _facts(chunk: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """How many tensors these are, of how many bytes together, and a number made of the size of each: in one tensor.
+    """How many tensors these are, of how many bytes together, and a number made of what each is: in one tensor.
 
     None for a device: looking at what came would make the host wait.
     """
     if chunk[0].device.type != "cpu":
         return []
     # Asked before each forward, of hundreds of buffers: no words are made of them.
-    sizes = array("q", [tensor.nbytes for tensor in chunk])
-    return [torch.tensor([len(sizes), sum(sizes), zlib.crc32(sizes)], device="cpu")]
+    num_bytes = sum([tensor.nbytes for tensor in chunk])
+    kinds = array("q", [number for tensor in chunk for number in (_number_of(tensor.dtype), *tensor.shape)])
+    return [torch.tensor([len(chunk), num_bytes, zlib.crc32(kinds)], device="cpu")]
+
+
+@lru_cache
+def _number_of(dtype: torch.dtype) -> int:
+    """The same in every process."""
+    return zlib.crc32(str(dtype).encode())
 
 
 def _others(
@@ -77,8 +85,8 @@ def _others(
     there = collectives.ranks.numbers[source]
     error = MismatchError(
         f"{collectives.me}: {what} from rank {there}: this rank has {num} tensors of {num_bytes} bytes together, "
-        f"rank {there} has {num_there} of {bytes_there}, or each of another size. Add, remove and replace buffers on every "
-        "rank alike."
+        f"rank {there} has {num_there} of {bytes_there}, or some of another shape or dtype. Add, remove and replace buffers "
+        "on every rank alike."
     )
     # Rank `source` has sent and goes on: it is told at its next collective.
     collectives.refuse(error)

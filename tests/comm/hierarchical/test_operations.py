@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx.comm.group.direct import collectives_of
-from phalanx.errors import MismatchError
+from phalanx.errors import MismatchError, PeerFailure
 from tests.cluster import run_ranks
 from tests.comm.contract import group_over
 
@@ -98,3 +98,31 @@ def compare_seldom(rank: int, world: int) -> int:
 def test_collectives_that_repeat_themselves_are_compared_once() -> None:
     # Each of the three when it first comes, and the first once more, after the last.
     assert run_ranks(2, compare_seldom, backend=None) == [4, 4]
+
+
+def come_to_another(rank: int, world: int, layout: str, is_known: bool) -> str:
+    """The ranks of host b leave out one collective of a round that all know; what they do next is known as well, or new."""
+    max_, sum_ = dist.ReduceOp.MAX, dist.ReduceOp.SUM
+    with pytest.raises(PeerFailure) as raised, group_over(layout, rank, "phalanx", timeout_s=50.0):
+        for _ in range(2):
+            for op in (sum_, sum_, max_):
+                dist.all_reduce(torch.ones(3), op)
+        dist.all_reduce(torch.ones(3), sum_)
+        if layout[rank] == "a":
+            dist.all_reduce(torch.ones(3), sum_)
+        elif is_known:
+            dist.all_reduce(torch.ones(3), max_)
+        else:
+            dist.broadcast(torch.ones(5), 0)
+        dist.barrier()
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("is_known", [True, False], ids=["known", "new"])
+@pytest.mark.parametrize("layout", ["ab", "aab"])
+def test_hosts_that_come_to_different_collectives_that_each_knows_are_told(layout: str, is_known: bool) -> None:
+    there = "all_reduce of 3 x float32 by max" if is_known else "broadcast of 20 x uint8 with root 0"
+    # In the first case each pair has been seen: the sum after a sum, and the maximum after a sum.
+    for said in run_ranks(len(layout), come_to_another, layout, is_known, backend=None):
+        assert "the ranks call different collectives: " in said
+        assert "rank 0: all_reduce of 3 x float32 by sum" in said and f"rank {len(layout) - 1}: {there}" in said, said

@@ -44,3 +44,35 @@ def test_what_a_users_own_hook_sends_is_told_once() -> None:
     assert len(means) == 4
     for mine, yours in zip(means, theirs, strict=True):
         torch.testing.assert_close(mine, yours)
+
+
+def _gather_and_scatter(state: Any, bucket: phalanx.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """The mean by way of rank 0, then by an exchange of slices of which one is larger than the others."""
+    buffer, rank, world = bucket.buffer(), dist.get_rank(), dist.get_world_size()
+    got = [torch.empty_like(buffer) for _ in range(world)] if rank == 0 else None
+    dist.gather(buffer, got, dst=0)
+    if got is not None:
+        buffer.copy_(torch.stack(got).mean(0))
+    dist.broadcast(buffer, 0)
+    sizes = [buffer.numel() - (world - 1), *[1] * (world - 1)]
+    parts = torch.empty(world * sizes[rank])
+    dist.all_to_all_single(parts, buffer, [sizes[rank]] * world, sizes)
+    assert torch.equal(parts.view(world, -1), buffer.split(sizes)[rank].expand(world, -1)), "all have the mean"
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(buffer)
+    return future
+
+
+def _mean_of(rank: int, world: int) -> float:
+    wrapped = phalanx.DistributedDataParallel(nn.Linear(8, 8))
+    wrapped.register_comm_hook(None, _gather_and_scatter)
+    for _ in range(2):
+        wrapped.zero_grad()
+        wrapped(torch.full((1, 8), 1.0 + rank)).sum().backward()
+    gradient = next(wrapped.parameters()).grad
+    assert gradient is not None
+    return gradient[0, 0].item()
+
+
+def test_ranks_may_write_different_numbers_of_elements_where_the_collective_allows_it() -> None:
+    assert run_ranks(3, _mean_of, backend="gloo") == [2.0, 2.0, 2.0]

@@ -266,6 +266,24 @@ def test_sparse_buckets_are_averaged_without_compression(name: str) -> None:
         assert torch.equal(result, expected)
 
 
+def sparse_average_of_one(rank: int, world: int, dtype: torch.dtype) -> torch.Tensor:
+    """Of two rows that rank 0 has, and the other rank has none."""
+    indices, rows = torch.tensor([[1, 3]]), torch.arange(6.0).view(2, 3).to(dtype)
+    if rank == 1:
+        indices, rows = indices[:, :0], rows[:0]
+    sparse = torch.sparse_coo_tensor(indices, rows, (5, 3), check_invariants=True)
+    bucket = GradBucket(index=0, buffer=sparse, gradients=[sparse], parameters=[sparse], is_last=True)
+    return hook_result(fp16_compress_hook(None, bucket).wait(), bucket).to_dense()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64], ids=str)
+def test_sparse_buckets_of_any_dtype_are_averaged_where_a_rank_has_no_rows(dtype: torch.dtype) -> None:
+    expected = torch.zeros(5, 3, dtype=dtype)
+    expected[[1, 3]] = torch.arange(6.0).view(2, 3).to(dtype) / 2
+    for result in run_ranks(2, sparse_average_of_one, dtype):
+        assert torch.equal(result, expected)
+
+
 def overflow_then_fine(rank: int, world: int) -> bool:
     """Gradients that float16 holds, and whose right factor it does not; then small ones."""
     bucket = make_bucket(Layout(((64, 64),), dtype=torch.float16))

@@ -163,6 +163,38 @@ def test_residuals_move_also_from_a_bucket_that_has_none_any_more() -> None:
     assert residuals.named()["layer0.1"].tolist() == [5.0, 6.0, 7.0]
 
 
+def test_residuals_go_to_another_dtype_with_their_gradients() -> None:
+    residuals = Residuals()
+    residuals.add(make_bucket(Layout(((4,),)))).fill_(1.0)
+    bucket = make_bucket(Layout(((4,),), dtype=torch.float64))
+    bucket.buffer().fill_(1e-12)
+    residuals.begin()
+    assert torch.equal(residuals.add(bucket), torch.full((4,), 1.0 + 1e-12, dtype=torch.float64)), "nothing is rounded"
+    residuals.restore()
+    assert torch.equal(residuals.named()["layer0.0"], torch.ones(4))
+
+
+@pytest.mark.parametrize("how", ["loaded", "the model has gone there"])
+def test_residuals_go_to_another_memory_format_element_by_element(how: str) -> None:
+    shape, dtype = (2, 3, 4, 5), torch.float32
+    first, last = make_bucket(Layout((shape,))), make_bucket(Layout((shape,), channels_last=frozenset({0})))
+    values = torch.arange(120, dtype=dtype).view(shape)
+    residuals = Residuals()
+    residuals.add(first).view(shape).copy_(values)
+    if how == "loaded":
+        saved, residuals = pickle.loads(pickle.dumps(residuals.named())), Residuals()
+        residuals.load(saved)
+    flat = residuals.add(last)
+    assert torch.equal(flat.as_strided(shape, last.gradients()[0].stride()), values)
+    assert torch.equal(residuals.named()["layer0.0"], values)
+
+
+def test_residuals_that_were_saved_flat_lie_as_they_lay() -> None:
+    residuals, bucket = Residuals(), make_bucket(Layout(((7,), (2, 3, 4, 5)), channels_last=frozenset({1})))
+    residuals.load({"layer0.1": torch.arange(120.0)})
+    assert torch.equal(residuals.add(bucket), torch.cat([torch.zeros(7), torch.arange(120.0)]))
+
+
 def test_residuals_that_wait_for_their_bucket_are_not_written_over() -> None:
     residuals = Residuals()
     residuals.add(make_bucket(Layout(((4,), (3,))), 0)).copy_(torch.arange(1.0, 8.0))
@@ -210,7 +242,7 @@ def test_steps_that_count_take_turns_in_two_pieces_of_memory() -> None:
 def test_a_residual_of_another_size_is_a_state_error() -> None:
     residuals = Residuals()
     residuals.load({"layer0.0": torch.ones(3)})
-    with pytest.raises(StateError, match=r"'layer0\.0' has 3 elements, its gradient 4"):
+    with pytest.raises(StateError, match=r"'layer0\.0' has shape \(3,\), its gradient \(4,\)"):
         residuals.add(make_bucket(Layout(((4,),))))
 
 
@@ -229,6 +261,11 @@ def test_a_residual_of_another_size_is_a_state_error() -> None:
 def test_settings_that_make_no_sense_are_refused(make: object, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         make()  # type: ignore[operator]
+
+
+def test_whole_numbers_may_be_floats_as_settings_that_were_read_often_are() -> None:
+    assert repr(PowerSGDState(matrix_approximation_rank=2.0).config()["matrix_approximation_rank"]) == "2"  # type: ignore[arg-type]
+    assert repr(Int8State(block_size=256.0).config()["block_size"]) == "256"  # type: ignore[arg-type]
 
 
 def test_a_foreign_or_broken_state_dict_changes_nothing() -> None:

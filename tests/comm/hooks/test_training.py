@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import DDPCommHookType, debuggi
 
 import phalanx
 from phalanx.comm import hooks
+from phalanx.errors import ConfigError
 from tests.cluster import run_ranks
 from tests.comm.hooks import test_average as own
 from tests.comm.hooks import test_torch as torchs
@@ -187,3 +189,44 @@ def train_saved_and_resumed(rank: int, world: int) -> bool:
 
 def test_training_resumes_bit_for_bit_with_the_saved_hook_state() -> None:
     assert run_ranks(2, train_saved_and_resumed) == [True, True]
+
+
+def train_two_models(rank: int, world: int, name: str, together: bool) -> str:
+    """Two models that share a hook's state, in one backward or in turns: what is said by the second step at the latest."""
+    state = own.CASES[name].make_state()
+    models = [phalanx.DistributedDataParallel(nn.Sequential(nn.Linear(20, 30), nn.Linear(30, 20))) for _ in range(2)]
+    for model in models:
+        model.register_comm_hook(state, own.CASES[name].hook)
+    with pytest.raises(ConfigError) as raised:
+        for _ in range(2):
+            losses = [model(torch.ones(4, 20)).square().mean() for model in models]
+            if together:
+                (losses[0] + losses[1]).backward()
+            else:
+                for loss in losses:
+                    loss.backward()
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize("name", ["int8", "top_k", "power_sgd"])
+def test_a_state_is_not_shared_by_two_models(name: str, together: bool) -> None:
+    for said in run_ranks(2, train_two_models, name, together):
+        assert "the wrappers of two models, which both have a parameter" in said
+
+
+def train_one_after_the_other(rank: int, world: int) -> int:
+    """Two models, the second made of the first, with one state."""
+    state = hooks.Int8State()
+    first = nn.Linear(20, 30)
+    second = copy.deepcopy(first)
+    for model in (first, second):
+        wrapped = phalanx.DistributedDataParallel(model)
+        wrapped.register_comm_hook(state, hooks.int8_hook)
+        for _ in range(3):
+            wrapped(torch.ones(4, 20)).square().mean().backward()
+    return state.iter
+
+
+def test_a_state_may_go_on_with_another_model() -> None:
+    assert run_ranks(2, train_one_after_the_other) == [6, 6]

@@ -19,7 +19,7 @@ from ...errors import CollectiveTimeout, CommunicationError, PeerFailure
 from ..failure.board import launcher_serves_store
 from ..memory.scratch import Scratch
 from ..shm.ops.operations import HostOperations, Operations
-from ..shm.transport.call import Call, ReduceOp, Verb
+from ..shm.transport.call import Call, ReduceOp, Signature, Verb
 from .compared import Compared
 from .leads import Leads, LeadsError
 from .relay import FailureRelay, report
@@ -109,6 +109,11 @@ class Bridge(Operations):
         self.gather(outputs, sizes, data if self.place == LEAD else empty, place, timeout)
 
     # ---- between the hosts, and failures
+
+    def begin(self, what: Signature, asks: bool = False) -> None:
+        """What the hosts exchange from now on: the data of `what`, or, if this rank `asks`, whether all come to it."""
+        if self._leads is not None:
+            self._leads.begin(what, asks)
 
     def between_hosts(self, exchange: Callable[[Leads, timedelta], None], timeout: timedelta) -> None:
         """The leads' part of a collective."""

@@ -6,6 +6,10 @@ For when a connection breaks, gloo can leave waiting for their whole time limit 
 of the message; one whose message has not begun to arrive is told. So a long message is followed by a byte, for which
 the receiver waits; and that it has arrived, so that its memory may be used again, the receiver acknowledges.
 
+Each collective has tags of its own. Leads that have come to different ones wait for each other, and the relay finds that
+out: taken for a message of another collective, one would be added to unrelated numbers, and of one that is longer than
+what is expected gloo ends the process.
+
 A call that fails raises `LeadsError` with gloo's own words, which say nothing of ranks: who is to
 blame is found out by the caller.
 """
@@ -13,9 +17,10 @@ blame is found out by the caller.
 from __future__ import annotations
 
 import time
+import zlib
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,9 +29,11 @@ from ...errors import CommunicationError
 from ..failure.cuttable import CuttableGloo, has_lost
 from ..memory.scratch import Scratch
 from ..shm.ops.reduce import reduce_into
-from ..shm.transport.call import ReduceOp, as_bytes
+from ..shm.transport.call import ReduceOp, Signature, as_bytes
 
-_DATA, _END, _RECEIVED = 0, 1, 2  # what a message is, as gloo's tag
+_DATA, _END, _RECEIVED = 0, 1, 2  # what a message is, the lowest bits of gloo's tag
+_KIND_BITS = 2
+_NUM_TAGS = 1 << 28  # gloo's tags are ints
 _LONG_BYTES = 512  # up to this size a message fits a packet, and as good as never arrives in parts
 _SHORTEST = timedelta(milliseconds=1)
 # Below this a broadcast goes from its root to everybody at once: one message each, and nothing to relay.
@@ -35,6 +42,14 @@ _MANY_BYTES = 1 << 16
 
 class LeadsError(CommunicationError):
     """gloo could not finish a call between the hosts."""
+
+
+class At(NamedTuple):
+    """What a lead is at: how many have begun before, the tag of its messages, and for which collective."""
+
+    number: int
+    tag: int
+    what: Signature
 
 
 class Leads:
@@ -52,6 +67,21 @@ class Leads:
         self._byte = torch.zeros(1, dtype=torch.uint8, device="cpu")
         # The last acknowledgement to each host. It has arrived when that host sends the next message.
         self._acknowledged: dict[int, Any] = {}
+        self._at: At | None = None
+        self._tag = 0
+        self._since: float | None = None  # while it exchanges
+
+    def begin(self, what: Signature, asks: bool) -> None:
+        """The messages to come are those of `what`; or, if it `asks`, those by which all compare what they come to."""
+        number = 0 if self._at is None else self._at.number + 1
+        tag = zlib.crc32(b"" if asks else what.packed, number) % _NUM_TAGS
+        self._at = At(number, tag, what)
+        self._tag = tag << _KIND_BITS
+
+    def waits(self, seconds: float) -> At | None:
+        """What this lead is at, if it has been in one exchange for so long. Any thread."""
+        since, at = self._since, self._at
+        return at if since is not None and time.monotonic() - since > seconds else None
 
     def barrier(self, timeout: timedelta) -> None:
         """Return when all leads have called this."""
@@ -100,11 +130,12 @@ class Leads:
         """
         sources = [host for host in self._others if received[host].numel()]
         targets = [host for host in self._others if given[host].numel()]
-        deadline = time.monotonic() + timeout.total_seconds()
+        self._since = time.monotonic()
+        deadline = self._since + timeout.total_seconds()
         try:
             # Expected before anything is sent: what is expected goes out at once.
             expected = targets if acknowledge else []
-            answers = [self._gloo.recv([self._byte.clone()], host, _RECEIVED) for host in expected]
+            answers = [self._gloo.recv([self._byte.clone()], host, self._tag | _RECEIVED) for host in expected]
             arrivals = [self._expect(as_bytes(received[host]), host) for host in sources]
             # Kept until they have arrived: gloo forgets a message with its work.
             sent = [self._dispatch(as_bytes(given[host]), host) for host in targets]
@@ -112,25 +143,27 @@ class Leads:
                 for part in reversed(parts):
                     part.wait(_until(deadline))
                 if acknowledge:
-                    self._acknowledged[host] = self._gloo.send([self._byte], host, _RECEIVED)
+                    self._acknowledged[host] = self._gloo.send([self._byte], host, self._tag | _RECEIVED)
             for answer in answers:
                 answer.wait(_until(deadline))
         except RuntimeError as error:
             raise LeadsError(str(error)) from error
+        finally:
+            self._since = None
         return sent
 
     def _expect(self, data: torch.Tensor, host: int) -> list[Any]:
         """The works of a message that is to arrive in `data`, the last to arrive last."""
-        works = [self._gloo.recv([data], host, _DATA)]
+        works = [self._gloo.recv([data], host, self._tag | _DATA)]
         if data.numel() > _LONG_BYTES:
-            works.append(self._gloo.recv([self._byte.clone()], host, _END))
+            works.append(self._gloo.recv([self._byte.clone()], host, self._tag | _END))
         return works
 
     def _dispatch(self, data: torch.Tensor, host: int) -> list[Any]:
         """The works of a message that leaves."""
-        works = [self._gloo.send([data], host, _DATA)]
+        works = [self._gloo.send([data], host, self._tag | _DATA)]
         if data.numel() > _LONG_BYTES:
-            works.append(self._gloo.send([self._byte], host, _END))
+            works.append(self._gloo.send([self._byte], host, self._tag | _END))
         return works
 
     def lost(self) -> list[int]:

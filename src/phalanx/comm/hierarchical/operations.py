@@ -24,12 +24,15 @@ class HierarchicalOperations(Bridge):
     """The collectives of ranks on several hosts."""
 
     def run(self, call: Call) -> None:
-        self._compare(signature_of(call), call.timeout)
+        what = signature_of(call)
+        self._compare(what, call.timeout)
+        self.begin(what)
         _BY_VERB[call.verb](self, call)
 
     def _compare(self, what: Signature, timeout: timedelta) -> None:
         """Raise on every rank, with the group as usable as before, if the ranks have come to different collectives."""
         if self.compared.is_new(what):
+            self.begin(what, asks=True)
             own = torch.frombuffer(bytearray(what.packed), dtype=torch.uint8)
             rows = [torch.empty_like(own) for _ in range(self.world)]
             self._all_gather(Call(Verb.ALL_GATHER, rows, [own], timeout=timeout))

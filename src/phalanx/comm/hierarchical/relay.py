@@ -4,6 +4,9 @@ Inside a host every waiting rank watches every other. Between hosts nobody does:
 for gloo hears of nothing but its own connections. So the relay of each lead listens to its own
 host, and looks into the store for what the others have to report. What it hears in one place it
 tells in the other, and it cuts the connections of gloo to wake up its lead.
+
+A lead that waits long may wait for one that has come to another collective: then each waits for messages that nobody
+sends. So the relays of those who wait compare what for.
 """
 
 from __future__ import annotations
@@ -15,10 +18,12 @@ import threading
 import torch.distributed as dist
 
 from ...errors import CollectiveTimeout, CommunicationError, PeerFailure
+from ..shm.transport.call import different_calls, unpacked
 from ..shm.transport.link import Watch
 from .leads import Leads
 
 _LOOK_S = 0.25
+_LONG_S = 2.0
 _KEY = "failure"
 
 
@@ -32,6 +37,7 @@ class FailureRelay:
         self._store: dist.Store = store.clone()  # type: ignore[attr-defined]  # missing in torch's stubs
         self.has_store = True
         """Whether the store still answers."""
+        self._compared: int | None = None  # the number of the last collective of which this lead said that it waits
         self._is_closed = threading.Event()
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)  # joined by `close`, see `lifetime`
         self._thread.start()
@@ -53,9 +59,9 @@ class FailureRelay:
                 self._watch.read_notices()
             if self._is_closed.is_set():
                 return
-            broken = self._watch.broken
+            broken = self._watch.broken or self._compare_waits()
             if broken is not None:
-                report(self._store, broken)
+                report(self._store, self._watch.break_(broken))
                 self._leads.cut()
                 return
             told = self._read_report()
@@ -63,6 +69,26 @@ class FailureRelay:
                 self._watch.break_(told)
                 self._leads.cut()
                 return
+
+    def _compare_waits(self) -> CommunicationError | None:
+        """The error if another lead waits for another collective in the place of that for which this one does."""
+        at = self._leads.waits(_LONG_S)
+        if at is None or at.number == self._compared or not self.has_store:
+            return None
+        me = self._watch.global_rank
+        try:
+            # The first who waits long says for what, the others look whether they do for the same.
+            said = self._store.compare_set(f"waits/{at.number}", "", json.dumps([me, at.tag, at.what.packed.hex()]))
+            if self._compared is not None:
+                self._store.delete_key(f"waits/{self._compared}")
+        except RuntimeError:
+            self.has_store = False
+            return None
+        self._compared = at.number
+        other, tag, packed = json.loads(said)
+        if tag == at.tag:
+            return None
+        return PeerFailure(str(different_calls(me, (me, other), (at.what, unpacked(bytes.fromhex(packed))))))
 
     def _read_report(self) -> CommunicationError | None:
         try:

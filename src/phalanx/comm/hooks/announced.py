@@ -25,6 +25,8 @@ from ..torch_backend import GlooCollectives
 
 # As ours are called, for ranks of which one uses our hook and another does the same by itself.
 _VERBS = {"allreduce_": "all_reduce", "broadcast_": "broadcast", "_allgather_base_": "all_gather"}
+# Of these a rank may write another number of elements than the others, or nothing at all.
+_UNEQUAL = {"gather_", "alltoall_", "alltoall_base_"}
 _BETWEEN_TWO = {"send", "recv_", "recv_any_source_"}
 
 
@@ -51,7 +53,7 @@ class Announced(TorchDispatchMode):
         # Of one of ours, that the hook calls as well, the others have heard.
         if board.launched == self._launched and name not in _BETWEEN_TWO and self._is_ours(args):
             # The first argument is what is written, which has the size of the whole.
-            tensors = list(_tensors(args[0]))
+            tensors = [] if name in _UNEQUAL else list(_tensors(args[0]))
             root = args[2] if name == "broadcast_" else -1
             dtype = tensors[0].dtype if tensors else None
             self._collectives.announce(_VERBS.get(name, name.strip("_")), sum(map(torch.numel, tensors)), dtype, root)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import weakref
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -33,6 +34,8 @@ class HookState(abc.ABC):
         self.iter = 0
         self.residuals = Residuals()
         self._iter_before: int | None = None  # between `begin_step` and its end
+        # By name, the parameters that had it, the last one last.
+        self._served: dict[str, list[weakref.ref[torch.Tensor]]] = {}
 
     def collectives(self) -> Collectives:
         """The collectives of the state's group, or of the default group."""
@@ -40,8 +43,26 @@ class HookState(abc.ABC):
 
     def count_step(self, bucket: GradBucket) -> None:
         """Called once for each bucket; the last one of a step ends it."""
+        self._serve(bucket)
         if bucket.is_last():
             self.iter += 1
+
+    def _serve(self, bucket: GradBucket) -> None:
+        """Refuse to go to and fro between two models: what is owed to one would be given to the other.
+
+        To go from one to another is allowed: that may be the next model, made of the one before.
+        """
+        for name, parameter in zip(bucket.names()[:1], bucket.parameters(), strict=False):
+            served = self._served.setdefault(name, [])
+            if served and served[-1]() is parameter:
+                continue
+            if any(one() is parameter for one in served):
+                kind = type(self).__name__
+                raise ConfigError(
+                    f"one {kind} is registered with the wrappers of two models, which both have a parameter {name!r}: what "
+                    f"compression has left of the gradients of one would be added to the other's. Make a {kind} per wrapper."
+                )
+            served.append(weakref.ref(parameter))
 
     def begin_step(self) -> None:
         """A backward begins whose results may be thrown away. Whoever runs it says so, and how it ends."""
@@ -98,6 +119,7 @@ class HookState(abc.ABC):
             _check_tensors(kind, name, state.get(name))
         self.load_tensors({name: state[name] for name in self.kinds})
         self.iter, self._iter_before = step, None
+        self._served.clear()
 
     def __getstate__(self) -> dict[str, Any]:
         return {"config": self.config(), "state": self.state_dict()}

@@ -34,8 +34,15 @@ def _host_mark() -> list[int]:
 def allocate_one_copy(numel: int, dtype: torch.dtype, collectives: Collectives) -> torch.Tensor:
     """A zeroed flat tensor that is the same memory on every rank. Every rank calls it and returns at the same time."""
     num_bytes = max(1, numel * dtype.itemsize)
-    fd = _make(num_bytes) if collectives.rank == 0 else -1
+    # Told to the others in place of raised at once: they would wait for this rank, which may live on.
+    failed: CommunicationError | None = None
+    fd, tensor = -1, torch.zeros(0, dtype=torch.uint8, device="cpu")
     try:
+        if collectives.rank == 0:
+            try:
+                fd = _make(num_bytes)
+            except CommunicationError as error:
+                failed = error
         mine = torch.tensor([*_host_mark(), os.getpid(), fd], dtype=torch.int64, device="cpu")
         everyone = torch.zeros(collectives.world * mine.numel(), dtype=torch.int64, device="cpu")
         collectives.wait(collectives.all_gather(everyone, mine), "finding memory to share")
@@ -47,9 +54,21 @@ def allocate_one_copy(numel: int, dtype: torch.dtype, collectives: Collectives) 
                 f"{collectives.me}: ranks {elsewhere} run on another host (or container) than rank {numbers[0]}, so they "
                 "cannot share memory with it. Use shared_parameters=False."
             )
-        tensor = _mapped(fd, num_bytes) if collectives.rank == 0 else _opened(rows[0][3], rows[0][4], num_bytes)
-        # Rank 0 must not close the file before everybody has it.
-        collectives.barrier("sharing memory")
+        if rows[0][4] >= 0:
+            try:
+                tensor = _mapped(fd, num_bytes) if fd >= 0 else _opened(rows[0][3], rows[0][4], num_bytes)
+            except CommunicationError as error:
+                failed = error
+        # Also because rank 0 must not close the file before everybody has it.
+        have = torch.zeros(collectives.world, device="cpu", dtype=torch.float32)
+        have[collectives.rank] = float(failed is None)
+        collectives.all_reduce_now(have, "sharing memory")
+        if failed is not None:
+            raise failed
+        without = [rank for rank, has in zip(numbers, have.tolist(), strict=True) if not has]
+        if without:
+            named = ", ".join(map(str, without))
+            raise CommunicationError(f"{collectives.me}: rank {named} got no memory to share.", without)
     finally:
         if fd >= 0:
             os.close(fd)

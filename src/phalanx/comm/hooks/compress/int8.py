@@ -39,7 +39,7 @@ class Int8State(HookState):
         # Scales follow the integers in one run of bytes, so they must start at a multiple of their size.
         if block_size % _SCALE_BYTES:
             raise ConfigError(f"block_size must be a multiple of {_SCALE_BYTES}, got {block_size}.")
-        self.block_size = block_size
+        self.block_size = int(block_size)
         self.use_error_feedback = use_error_feedback
 
     def config(self) -> dict[str, Any]:

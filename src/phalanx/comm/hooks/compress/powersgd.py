@@ -76,7 +76,7 @@ class PowerSGDState(HookState):
             warm_start=warm_start,
             batch_tensors_with_same_shape=batch_tensors_with_same_shape,
         )
-        self.matrix_approximation_rank = matrix_approximation_rank
+        self.matrix_approximation_rank = int(matrix_approximation_rank)
         self.start_powerSGD_iter = start_powerSGD_iter
         self.min_compression_rate = min_compression_rate
         self.use_error_feedback = use_error_feedback

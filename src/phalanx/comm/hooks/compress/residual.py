@@ -1,7 +1,8 @@
 """What compression left behind: for each gradient the part not yet sent, to be added to the next one.
 
 This is error feedback. A residual belongs to its parameter, by name, and to this rank alone; it is
-stored in one flat tensor per bucket, since that is how it is added. Must not know how one compresses.
+stored in one flat tensor per bucket, since that is how it is added, and laid out in it as its gradient
+is in the bucket. Must not know how one compresses.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from ....errors import StateError
-from ...bucket import GradBucket
+from ...bucket import GradBucket, Layout
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -25,11 +26,11 @@ class _Kept:
     """The residuals of one bucket, and where each gradient's lies in them."""
 
     names: tuple[str, ...]
-    spans: tuple[tuple[int, int], ...]
+    layouts: tuple[Layout, ...]
     flat: torch.Tensor
 
     def pieces(self) -> dict[str, torch.Tensor]:
-        return {name: self.flat.narrow(0, *span) for name, span in zip(self.names, self.spans, strict=True)}
+        return {name: self.flat.as_strided(*layout) for name, layout in zip(self.names, self.layouts, strict=True)}
 
 
 class Residuals:
@@ -89,25 +90,28 @@ class Residuals:
             flat = torch.empty_like(kept.flat)
         torch.add(kept.flat[:count], gradients, out=flat[:count])
         flat[count:] = 0.0
-        self._kept[bucket.index()] = _Kept(kept.names, kept.spans, flat)
+        self._kept[bucket.index()] = _Kept(kept.names, kept.layouts, flat)
         return flat
 
     def _bound(self, bucket: GradBucket, numel: int) -> _Kept:
         """What is kept for the gradients that are in this bucket now."""
         buffer = bucket.buffer()
         kept = self._kept.get(bucket.index())
+        # The model may have gone to another dtype, device or memory format, in which it keeps its names.
+        dtype = accumulation_dtype(buffer.dtype)
         if kept is not None and kept.names == bucket.names() and kept.flat.numel() == numel:
-            return kept
+            if kept.layouts == bucket.layouts() and kept.flat.dtype is dtype and kept.flat.device == buffer.device:
+                return kept
         # Also those of a gradient that comes from a place where nobody asks for residuals any more: a bucket of vectors has
         # none with PowerSGD, a sparse one with any hook.
         names = set(bucket.names())
         if kept is not None or any(not names.isdisjoint(other.names) for other in self._kept.values()):
             self._unbind()
-        flat = torch.zeros(numel, dtype=accumulation_dtype(buffer.dtype), device=buffer.device)
-        kept = _Kept(bucket.names(), bucket.spans(), flat)
+        flat = torch.zeros(numel, dtype=dtype, device=buffer.device)
+        kept = _Kept(bucket.names(), bucket.layouts(), flat)
         for name, piece in kept.pieces().items():
             if name in self._loose:
-                piece.copy_(self._claim(name, piece))
+                self._claim(name, piece)
         self._kept[bucket.index()] = kept
         return kept
 
@@ -122,7 +126,7 @@ class Residuals:
     def load(self, named: Mapping[str, torch.Tensor]) -> None:
         """Forget all, and continue from these."""
         self._kept, self._before = {}, None
-        self._loose = {name: piece.detach().clone().flatten() for name, piece in named.items()}
+        self._loose = {name: piece.detach().clone() for name, piece in named.items()}
 
     def _unbind(self) -> None:
         """Let go of every bucket at once: where one has changed, any gradient may be in any bucket."""
@@ -130,11 +134,15 @@ class Residuals:
             self._loose.update(kept.pieces())
         self._kept.clear()
 
-    def _claim(self, name: str, piece: torch.Tensor) -> torch.Tensor:
+    def _claim(self, name: str, piece: torch.Tensor) -> None:
         loose = self._loose[name]
-        if loose.numel() != piece.numel():
+        if loose.shape == piece.shape:
+            piece.copy_(loose)
+        elif loose.shape == (piece.numel(),):  # saved before shapes were: as it lay in memory
+            piece.as_strided((piece.numel(),), (1,)).copy_(loose)
+        else:
             raise StateError(
-                f"the residual kept for {name!r} has {loose.numel()} elements, its gradient "
-                f"{piece.numel()}. Load the state that was saved with this model, or use a new one."
+                f"the residual kept for {name!r} has shape {tuple(loose.shape)}, its gradient "
+                f"{tuple(piece.shape)}. Load the state that was saved with this model, or use a new one."
             )
-        return self._loose.pop(name)
+        del self._loose[name]
