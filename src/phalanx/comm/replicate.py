@@ -8,7 +8,6 @@ modules.
 from __future__ import annotations
 
 import zlib
-from array import array
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
@@ -66,16 +65,14 @@ def _facts(chunk: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """
     if chunk[0].device.type != "cpu":
         return []
-    # Asked before each forward, of hundreds of buffers: no words are made of them.
-    num_bytes = sum([tensor.nbytes for tensor in chunk])
-    kinds = array("q", [number for tensor in chunk for number in (_number_of(tensor.dtype), *tensor.shape)])
-    return [torch.tensor([len(chunk), num_bytes, zlib.crc32(kinds)], device="cpu")]
+    return [torch.tensor(_numbers(tuple([(tensor.dtype, tensor.shape) for tensor in chunk])), device="cpu")]
 
 
-@lru_cache
-def _number_of(dtype: torch.dtype) -> int:
-    """The same in every process."""
-    return zlib.crc32(str(dtype).encode())
+@lru_cache(maxsize=64)  # asked before each forward, of hundreds of buffers that are the same as before
+def _numbers(kinds: tuple[tuple[torch.dtype, torch.Size], ...]) -> tuple[int, int, int]:
+    num_bytes = sum(dtype.itemsize * shape.numel() for dtype, shape in kinds)
+    words = [(str(dtype), *shape) for dtype, shape in kinds]  # the same in every process
+    return len(kinds), num_bytes, zlib.crc32(repr(words).encode())
 
 
 def _others(

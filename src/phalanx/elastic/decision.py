@@ -20,6 +20,7 @@ from ..errors import StateError
 
 LOST = "every rank that held the state is lost. Start again from the newest checkpoint (Checkpointer.restore)."
 
+
 @dataclass(frozen=True, slots=True)
 class Report:
     """Where one member stands. `version` is None for one who has just come."""
