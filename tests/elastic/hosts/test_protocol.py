@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +24,7 @@ from phalanx.launch.elastic.hosts.agent import Agent
 from phalanx.launch.elastic.hosts.gathering import Hosts
 from phalanx.launch.elastic.membership import Limits, RunState
 from phalanx.launch.elastic.story import Story
+from phalanx.launch.elastic.supervisor import ElasticSupervisor
 from phalanx.launch.hosts.channel import Channel, NotAdmittedError, enter
 from phalanx.launch.hosts.company import HostsEnded
 from phalanx.launch.hosts.meeting import Invitation
@@ -358,3 +360,21 @@ def test_an_agent_that_is_refused_says_why(first: First) -> None:
     rendezvous.leave("")
     for channel in channels:
         channel.close()
+
+
+def test_the_time_that_workers_have_to_start_begins_when_the_hosts_are_there(tmp_path: Path) -> None:
+    here, rendezvous = FakeHere(), Apart("run", 1)
+    limits = Limits(1, 1, 1, start_s=1.0)
+    supervisor = ElasticSupervisor(here, limits, rendezvous, 1.0, tmp_path, lambda record: None)  # type: ignore[arg-type]
+    found: list[str] = []
+
+    def look() -> None:
+        supervisor._coordinator.tick(time.monotonic())
+        found.append(supervisor.failure)
+        supervisor._coordinator.membership.state = RunState.OVER
+
+    supervisor._gather = lambda: time.sleep(1.1)  # type: ignore[method-assign]
+    supervisor._start, supervisor._look = lambda: None, look  # type: ignore[method-assign]
+    supervisor.run()
+    rendezvous.leave("")
+    assert found == [""]

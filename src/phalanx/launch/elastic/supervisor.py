@@ -71,7 +71,9 @@ class ElasticSupervisor:
                 place = self._rendezvous.next_round()
                 before_start()
                 self._here.begin(place)
-                self._coordinator.begin(time.monotonic(), self._gather())
+                places = self._gather()
+                # From here on: hosts may wait for each other longer than workers have to start.
+                self._coordinator.begin(time.monotonic(), places)
                 self._start()
                 while not self._coordinator.is_over:
                     self._look()
