@@ -304,6 +304,37 @@ def test_two_hosts_meet_and_share_values(head: tuple[Head, list[str]]) -> None:
         head[0].news()
 
 
+def test_a_host_that_waits_does_not_hold_up_a_run_that_has_finished(head: tuple[Head, list[str]]) -> None:
+    members = [join(head[0], name) for name in ("second", "spare")]
+    with ThreadPoolExecutor(2) as pool:
+        there = pool.submit(members[0].join, 10.0)
+        head[0].join(10.0)
+        there.result()
+        spare = pool.submit(members[1].join, 20.0)
+        while not head[0]._rounds.waiting():
+            time.sleep(0.01)
+        members[0].leave("")
+        with pytest.raises(HostsEnded, match="no new round"):
+            spare.result(5.0)
+    assert "no new round" in members[1].verdict(0.0)
+    members[1].leave("")
+
+
+def test_a_restart_after_another_host_has_finished_is_not_waited_for(head: tuple[Head, list[str]]) -> None:
+    member = join(head[0], "second")
+    with ThreadPoolExecutor(1) as pool:
+        there = pool.submit(member.join, 10.0)
+        head[0].join(10.0)
+        there.result()
+        again = pool.submit(head[0].join, 20.0)
+        while not head[0]._rounds.waiting():
+            time.sleep(0.01)
+        member.leave("")
+        with pytest.raises(HostsEnded, match="no new round"):
+            again.result(5.0)
+    assert "no new round" in head[0].verdict(0.0)
+
+
 def test_a_host_started_otherwise_is_refused_in_words(head: tuple[Head, list[str]]) -> None:
     with pytest.raises(CommunicationError, match="refused second: it was started with --nnodes 1:4, first with 2"):
         join(head[0], "second", (1, 4))
