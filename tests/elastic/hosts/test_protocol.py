@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import os
 import re
 import socket
 import time
@@ -90,6 +92,15 @@ def test_a_host_comes_is_heard_and_goes_with_its_words(first: First) -> None:
     first.wait(_has("bye"))
     assert not first.hosts.all and first.hosts.places == 2
     assert first.said[-1] == "host second at 127.0.0.1 is given up: its launcher was ended by SIGTERM"
+    channel.close()
+
+
+def test_hosts_are_waited_for_whatever_the_numbers_of_their_descriptors(first: First) -> None:
+    low, first.hosts._woken = first.hosts._woken, fcntl.fcntl(first.hosts._woken, fcntl.F_DUPFD_CLOEXEC, 1500)
+    os.close(low)
+    channel, _ = first.join()
+    first.hosts.gather(5.0)
+    assert len(first.hosts.all) == 1
     channel.close()
 
 

@@ -61,7 +61,7 @@ class Hosts:
         """Return when so many hosts are here that the run can begin."""
         waiting = Waiting(self._notice)
         while len(self.all) + 1 < self._invitation.fewest:
-            select.select(self.descriptors, [], [], BEAT_S)
+            self._wait(BEAT_S)
             for there, message in self.look(time.monotonic()):
                 if message["is"] == "bye":
                     self._notice(f"{there} went before the run began ({message['words']})")
@@ -80,6 +80,12 @@ class Hosts:
     def descriptors(self) -> list[int]:
         """Readable when there is something to `look` at."""
         return [self._woken, *(there.channel.fileno() for there in self.all.values())]
+
+    def _wait(self, wait_s: float) -> None:
+        poller = select.poll()
+        for descriptor in self.descriptors:
+            poller.register(descriptor, select.POLLIN)
+        poller.poll(1000 * wait_s)
 
     @property
     def places(self) -> int:
@@ -185,7 +191,7 @@ class Hosts:
         deadline = time.monotonic() + _ENDING_S
         # Not closed before they are: what is not read when a connection is closed takes what was sent with it.
         while self.all and time.monotonic() < deadline:
-            select.select(self.descriptors, [], [], 0.1)
+            self._wait(0.1)
             self.look(time.monotonic())
         for there in list(self.all.values()):
             self._lose(there)
