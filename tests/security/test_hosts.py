@@ -353,6 +353,30 @@ def test_a_host_that_falls_silent_is_lost(head: tuple[Head, list[str]]) -> None:
     member._channel.close()
 
 
+NONSENSE = [
+    '{"op": "store", "do": "add", "key": "n", "amount": Infinity}',
+    '{"op": "store", "do": "divide", "key": "n"}',
+    '{"op": ["beat"], "words": {}}{',
+    "[" * 100_000,
+    "",
+]
+
+
+@pytest.mark.parametrize("text", NONSENSE, ids=lambda text: text[:40])
+def test_a_host_that_talks_nonsense_is_lost_in_words(
+    head: tuple[Head, list[str]], text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    member = join(head[0], "second")
+    with ThreadPoolExecutor(1) as pool:
+        there = pool.submit(member.join, 10.0)
+        head[0].join(10.0)
+        there.result()
+    dumps = json.dumps
+    monkeypatch.setattr(json, "dumps", lambda said: text if said == {"op": "beat"} else dumps(said))
+    assert "second at 127.0.0.1 was lost" in head[0].verdict(4.0)
+    member.leave("")
+
+
 @pytest.mark.parametrize("endpoint", ["0.0.0.0:29500", "[::]:29500", "*:29500", "any:1"])
 def test_every_interface_at_once_is_refused(endpoint: str) -> None:
     with pytest.raises(ConfigError, match="means every interface"):

@@ -10,6 +10,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,17 +21,19 @@ from phalanx.errors import CommunicationError, ConfigError
 from phalanx.launch import worker as worker_module
 from phalanx.launch.agent import LaunchSettings
 from phalanx.launch.elastic.coordinator import Coordinator
+from phalanx.launch.elastic.history import History
 from phalanx.launch.elastic.hosts import agent as agent_module
 from phalanx.launch.elastic.hosts import gathering
 from phalanx.launch.elastic.hosts.agent import Agent
 from phalanx.launch.elastic.hosts.gathering import Hosts
-from phalanx.launch.elastic.membership import Limits, RunState
+from phalanx.launch.elastic.membership import Limits, RunState, WorkerState
 from phalanx.launch.elastic.story import Story
 from phalanx.launch.elastic.supervisor import ElasticSupervisor
-from phalanx.launch.hosts.channel import Channel, NotAdmittedError, enter
+from phalanx.launch.hosts.channel import Channel, ChannelError, NotAdmittedError, enter
 from phalanx.launch.hosts.company import HostsEnded
 from phalanx.launch.hosts.meeting import Invitation
 from phalanx.launch.rendezvous import Apart
+from phalanx.launch.rundir import RunDirectory
 from tests.security.intruder import SECRET
 
 pytestmark = pytest.mark.timeout(60)
@@ -92,6 +95,71 @@ def test_a_host_comes_is_heard_and_goes_with_its_words(first: First) -> None:
     first.wait(_has("bye"))
     assert not first.hosts.all and first.hosts.places == 2
     assert first.said[-1] == "host second at 127.0.0.1 is given up: its launcher was ended by SIGTERM"
+    channel.close()
+
+
+NONSENSE: list[dict[str, Any]] = [
+    {},
+    {"is": "bye"},
+    {"is": "signs", "signs": []},
+    {"is": "signs", "signs": {"7": [float("inf"), []]}},
+    {"is": "said", "worker": 7, "message": "arrived"},
+    {"is": "said", "worker": 7, "message": {"is": "arrived", "timeout_s": "long"}},
+    {"is": "said", "worker": 7, "message": {"is": "event", "what": "formed"}},
+    {"is": "ended", "worker": float("inf")},
+    {"is": "ended", "worker": [7]},
+    {"is": "ended", "worker": 7, "code": []},
+    {"is": "started", "worker": 7},
+]
+
+
+@pytest.mark.parametrize("message", NONSENSE, ids=str)
+def test_a_host_that_talks_nonsense_is_lost_alone(first: First, message: dict[str, Any], tmp_path: Path) -> None:
+    here, rendezvous, directory = FakeHere(), Apart("run", 1), RunDirectory.create(tmp_path, "train")
+    history = History(directory, lambda line: None)
+    limits = Limits(1, 1, 2)
+    supervisor = ElasticSupervisor(here, limits, rendezvous, 1.0, tmp_path, history.note, first.hosts)  # type: ignore[arg-type]
+    coordinator = supervisor._coordinator
+    channel, _ = first.join()
+    first.hosts.gather(5.0)
+    (there,) = first.hosts.all.values()
+    coordinator.begin(time.monotonic(), 2)
+    coordinator._next_worker = 7
+    coordinator.connect_far(time.monotonic(), there.seat, there.number)
+    first.hosts.settle(7, there.number)
+    channel.send(message, 1.0)
+    channel.send({"is": "signs", "signs": {"7": [1, False, 1]}}, 1.0)
+    deadline = time.monotonic() + 5
+    while first.hosts.all and time.monotonic() < deadline:
+        supervisor._hear_hosts(first.hosts)
+        time.sleep(0.02)
+    assert coordinator.membership.workers[7] is WorkerState.DEAD and not first.hosts.all
+    coordinator.close()
+    history.close()
+    rendezvous.leave("")
+    channel.close()
+
+
+@pytest.mark.parametrize("message", [{}, {"is": "bye"}], ids=str)
+def test_nonsense_before_the_run_begins_is_survived_as_well(first: First, message: dict[str, Any]) -> None:
+    strange, _ = first.join()
+    first.wait(_has("came"))
+    first.hosts._invitation = replace(first.invitation, fewest=3)
+    strange.send(message, 1.0)
+    with pytest.raises(CommunicationError, match="of 3 hosts here"):
+        first.hosts.gather(0.6)
+    strange.close()
+
+
+@pytest.mark.parametrize("card", [{"name": None}, {"nproc": float("inf")}, {"limits": 3}, {"nproc": []}], ids=str)
+def test_a_host_that_does_not_say_who_it_is_does_not_come_in(first: First, card: dict[str, Any]) -> None:
+    connection = socket.create_connection(first.invitation.address)
+    channel = enter(connection, SECRET.encode(), "run", 5.0)
+    said = {**CARD, **card}
+    channel.send({name: value for name, value in said.items() if value is not None}, 1.0)
+    with pytest.raises(ChannelError, match="closed"):
+        channel.receive(5.0)
+    assert not first.hosts.look(time.monotonic()) and not first.hosts.all
     channel.close()
 
 

@@ -36,6 +36,10 @@ class ChannelError(CommunicationError):
     """The connection ended, or what came over it cannot be from a launcher of this run."""
 
 
+# What making sense of a message may raise. Its sender has proved the secret, and may be of another version all the same.
+MALFORMED = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
+
+
 class NotAdmittedError(ChannelError):
     """The peer could not prove that it knows the secret of this run."""
 
@@ -125,7 +129,10 @@ class Channel:
         if not hmac.compare_digest(signature, _sign(self._keys[1], _NUMBER.pack(self._received), payload)):
             raise ChannelError(f"a message from {self.there} does not bear its signature")
         self._received += 1
-        message = json.loads(payload)
+        try:
+            message = json.loads(payload)
+        except (ValueError, RecursionError):
+            raise ChannelError(f"{self.there} sent what is no JSON") from None
         if not isinstance(message, dict):
             raise ChannelError(f"{self.there} sent a {type(message).__name__}, expected an object")
         return message

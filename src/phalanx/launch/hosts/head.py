@@ -14,7 +14,7 @@ from typing import Any
 
 from phalanx.comm.failure.waiting import Notice, Waiting
 from phalanx.errors import CommunicationError
-from phalanx.launch.hosts.channel import Channel, ChannelError
+from phalanx.launch.hosts.channel import MALFORMED, Channel
 from phalanx.launch.hosts.company import BEAT_S, SILENCE_S, Company, HostsEnded, Place, apply
 from phalanx.launch.hosts.door import Door
 from phalanx.launch.hosts.rounds import Host, Phase, Rounds
@@ -146,7 +146,7 @@ class Head(Company):
                 request = channel.receive(SILENCE_S)
                 channel.send(self._answer(host, request), SILENCE_S)
                 goodbye = request.get("op") == "leave"
-        except (ChannelError, ValueError, KeyError, TypeError) as error:
+        except (CommunicationError, *MALFORMED) as error:
             if host is not None:
                 with self._lock:
                     self._rounds.lose(host.key, f"{host} at {channel.there} was lost ({error})")

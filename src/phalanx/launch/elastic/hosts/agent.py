@@ -20,7 +20,7 @@ from phalanx.launch.elastic.hosts.here import Here, variables_of
 from phalanx.launch.elastic.hosts.shelf import Shelf
 from phalanx.launch.elastic.messages import Line
 from phalanx.launch.elastic.page import Page
-from phalanx.launch.hosts.channel import Channel, ChannelError
+from phalanx.launch.hosts.channel import MALFORMED, Channel, ChannelError
 from phalanx.launch.hosts.company import SILENCE_S, HostsEnded
 from phalanx.launch.hosts.meeting import Invitation
 from phalanx.launch.hosts.member import knock
@@ -135,7 +135,7 @@ class Agent:
             silent_s = time.monotonic() - self._heard_at
             if silent_s > SILENCE_S:
                 raise ChannelError(f"no sign of life for {silent_s:.0f} s")
-        except (ChannelError, ValueError, KeyError, TypeError) as error:
+        except (ChannelError, *MALFORMED) as error:
             self._cut_off(str(error))
 
     def _say(self, message: dict[str, Any]) -> None:

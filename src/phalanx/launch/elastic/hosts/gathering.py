@@ -18,7 +18,7 @@ from typing import Any
 from phalanx.comm.failure.waiting import Notice, Waiting
 from phalanx.errors import CommunicationError
 from phalanx.launch.elastic.hosts.there import LOST_S, There
-from phalanx.launch.hosts.channel import Channel, ChannelError
+from phalanx.launch.hosts.channel import MALFORMED, Channel, ChannelError
 from phalanx.launch.hosts.company import BEAT_S, SILENCE_S
 from phalanx.launch.hosts.door import Door
 from phalanx.launch.hosts.head import nodes
@@ -40,7 +40,7 @@ class Hosts:
         self.address: str = listener.getsockname()[0]
         self._door: Door | None = None
         self._store = WorkerStore(self.address, notice)
-        self._arrivals: queue.SimpleQueue[tuple[Channel, dict[str, Any]]] = queue.SimpleQueue()
+        self._arrivals: queue.SimpleQueue[tuple[Channel, str, int]] = queue.SimpleQueue()
         self._woken, self._wake = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self.all: dict[int, There] = {}
         """Those that are here, by their numbers; this host is number 0."""
@@ -63,7 +63,7 @@ class Hosts:
         while len(self.all) + 1 < self._invitation.fewest:
             self._wait(BEAT_S)
             for there, message in self.look(time.monotonic()):
-                if message["is"] == "bye":
+                if message.get("is") == "bye":
                     self._notice(f"{there} went before the run began ({message['words']})")
             here = ", ".join([self._name, *(there.name for there in self.all.values())])
             words = f"{len(self.all) + 1} of {self._invitation.fewest} hosts here: {here}"
@@ -101,7 +101,7 @@ class Hosts:
         for there in list(self.all.values()):
             try:
                 messages = there.channel.take()
-            except (ChannelError, ValueError) as error:
+            except ChannelError as error:
                 messages, there.fault = [], there.fault or str(error)
             if messages:
                 there.heard_at = now
@@ -110,7 +110,7 @@ class Hosts:
                 there.fault = f"no sign of life for {LOST_S:.0f} s"
             goodbye = next((message for message in messages if message.get("is") == "bye"), None)
             if goodbye is not None:
-                there.fault = str(goodbye.get("words"))
+                there.fault = goodbye["words"] = str(goodbye.get("words") or "it went")
             elif there.fault:
                 found.append((there, {"is": "bye", "words": there.fault}))
             if there.fault:
@@ -121,8 +121,8 @@ class Hosts:
     def _take_in(self, now: float) -> list[Heard]:
         found: list[Heard] = []
         while not self._arrivals.empty():
-            channel, card = self._arrivals.get()
-            there = There(channel, self._next_number, str(card["name"])[:200], int(card["nproc"]), now)
+            channel, name, places = self._arrivals.get()
+            there = There(channel, self._next_number, name, places, now)
             self._next_number += 1
             self.all[there.number] = there
             self._notice(f"host {there} joined, with {there.places} workers")
@@ -204,15 +204,16 @@ class Hosts:
         try:
             card = channel.receive(SILENCE_S)
             refused = self._refusal(card)
+            name, places = str(card["name"])[:200], int(card["nproc"])
             channel.send({"refused": refused}, SILENCE_S)
-        except (ChannelError, ValueError, KeyError, TypeError):
+        except (ChannelError, *MALFORMED):
             channel.close()
             return
         if refused:
-            self._notice(f"{card.get('name')} at {channel.there} was refused: {refused}")
+            self._notice(f"{name} at {channel.there} was refused: {refused}")
             channel.close()
             return
-        self._arrivals.put((channel, card))
+        self._arrivals.put((channel, name, places))
         with contextlib.suppress(OSError):  # the run has just ended
             os.write(self._wake, b"x")
 
