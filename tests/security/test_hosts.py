@@ -396,6 +396,13 @@ def test_an_address_of_four_bytes_in_sixteen_is_what_its_packets_say() -> None:
         assert listener.family is socket.AF_INET and listener.getsockname()[0] == "127.0.0.1"
 
 
+@pytest.mark.parametrize("host", ["head..cluster", "h" * 64 + ".cluster", ".head", "head\udc80"])
+def test_a_name_that_no_host_can_have_is_refused(host: str) -> None:
+    with pytest.raises(ConfigError, match="no host can have that name"):
+        check_endpoint(f"{host}:29500")
+    assert check_endpoint("[fe80::1%eth0]:29500") and check_endpoint("head.cluster.:29500")
+
+
 def test_an_endpoint_that_is_not_here_is_said_to_the_first_host() -> None:
     invitation = Invitation("192.0.2.1:29500", 2, 2, False, "run", KEY[0])
     with pytest.raises(ConfigError, match=r"cannot listen at --endpoint 192.0.2.1:29500"):
