@@ -29,6 +29,7 @@ from phalanx.launch.hosts.meeting import Invitation, WorkerStore, check_endpoint
 from phalanx.launch.hosts.member import Member, knock
 from phalanx.launch.hosts.rounds import Host, Rounds
 from phalanx.launch.hosts.secret import read_secret
+from phalanx.launch.rendezvous import ManyHosts
 from tests.security.intruder import ROOT, SECRET
 
 pytestmark = pytest.mark.timeout(120)
@@ -333,6 +334,23 @@ def test_a_restart_after_another_host_has_finished_is_not_waited_for(head: tuple
         with pytest.raises(HostsEnded, match="no new round"):
             again.result(5.0)
     assert "no new round" in head[0].verdict(0.0)
+
+
+def test_a_host_that_goes_before_it_has_said_how_many_workers_it_has_is_done_without() -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    rounds = Rounds(1, 2, restartable=True)
+    first = Head(listener, Host(0, "first", 3), rounds, KEY, lambda peers: ("127.0.0.1", 1), lambda line: None)
+    rendezvous = ManyHosts(Invitation("127.0.0.1:1", 1, 2, True, "run", KEY[0]), 3, None, lambda line: None)
+    rendezvous._company = first
+    member = join(first, "second", (1, 2))
+    with ThreadPoolExecutor(2) as pool:
+        there = pool.submit(member.join, 10.0)
+        here = pool.submit(rendezvous.next_round)
+        assert there.result(10.0).hosts == 2
+        member.leave("it was interrupted")
+        found = here.result(15.0)
+    assert (found.hosts, found.world) == (1, 3)
+    rendezvous.leave("the test is over")
 
 
 def test_a_host_started_otherwise_is_refused_in_words(head: tuple[Head, list[str]]) -> None:
