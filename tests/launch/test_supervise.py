@@ -178,6 +178,16 @@ def test_a_signal_is_an_exception_that_nothing_takes_for_its_own() -> None:
     assert caught.value.signal is signal.SIGHUP
 
 
+def test_a_launcher_that_was_started_with_nohup_outlives_its_terminal() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with signals_raise():
+            signal.raise_signal(signal.SIGHUP)
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_a_signal_that_another_thread_takes_waits_for_the_end_of_the_block_too() -> None:
     """Or a worker would be started that nobody knows of, and its children live on after the run."""
     done, reached = threading.Event(), False
