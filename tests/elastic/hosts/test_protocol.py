@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import os
 import re
+import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -34,6 +35,7 @@ from phalanx.launch.hosts.company import HostsEnded
 from phalanx.launch.hosts.meeting import Invitation
 from phalanx.launch.rendezvous import Apart
 from phalanx.launch.rundir import RunDirectory
+from phalanx.launch.supervise.team import Interrupted
 from tests.security.intruder import SECRET
 
 pytestmark = pytest.mark.timeout(60)
@@ -421,6 +423,35 @@ def test_an_agent_without_the_first_host_kills_its_workers_at_once(
             joined.agent._look()
     assert joined.here.done == [("kill all",)]
     joined.close()
+
+
+def test_a_host_whose_workers_take_their_time_to_end_is_not_lost_before_they_have(
+    first: First, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gathering, "LOST_S", 1.0)
+    here, rendezvous, ended = FakeHere(), Apart("run", 2), []
+
+    @contextlib.contextmanager
+    def ended_with(grace_s: float) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            time.sleep(2.0)
+            ended.append(time.monotonic())
+
+    def look() -> None:
+        raise Interrupted(signal.SIGTERM)
+
+    here.ended_with = ended_with  # type: ignore[method-assign]
+    agent = Agent(here, rendezvous, first.invitation, lambda line: None, 5.0)  # type: ignore[arg-type]
+    monkeypatch.setattr(agent, "_look", look)
+    with ThreadPoolExecutor(1) as pool:
+        heard = pool.submit(lambda: (first.wait(_has("came", "bye")), time.monotonic()))
+        with pytest.raises(Interrupted):
+            agent.run()
+        messages, at = heard.result()
+    assert messages[-1]["words"] == "its launcher was ended by SIGTERM" and at > ended[0]
+    rendezvous.leave("")
 
 
 def test_what_cannot_go_on_between_hosts_is_refused_at_the_start() -> None:

@@ -7,11 +7,13 @@ others have given this host up, or soon will: the workers are killed at once, be
 
 from __future__ import annotations
 
+import contextlib
 import select
 import signal
 import socket
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from phalanx.comm.failure.waiting import Notice
@@ -55,7 +57,7 @@ class Agent:
         """True when the run ended well. Raises HostsEnded if not, or if the first host is lost, and Interrupted."""
         before, words = signal.signal(signal.SIGUSR1, self._give_back), "its launcher failed"
         try:
-            with self._here.team.ended_with(self._grace_s):
+            with self._workers_ended():
                 # First: from when it is known to the others on, this process must not be held up.
                 before_start()
                 self._join()
@@ -71,6 +73,28 @@ class Agent:
         finally:
             signal.signal(signal.SIGUSR1, before)
             self._close(words)
+
+    @contextlib.contextmanager
+    def _workers_ended(self) -> Iterator[None]:
+        """However the block ends, the workers end as well. They may take all of their grace, in which this host must not
+        count as lost: the others would go on while its workers can still touch what they share."""
+        have_ended = threading.Event()
+        telling = threading.Thread(target=self._tell_until, args=(have_ended,), name="phalanx-agent", daemon=True)
+        try:
+            with self._here.team.ended_with(self._grace_s):
+                try:
+                    yield
+                finally:
+                    telling.start()  # the channel is its own until it has ended
+        finally:
+            have_ended.set()
+            if telling.ident is not None:
+                telling.join()
+
+    def _tell_until(self, have_ended: threading.Event) -> None:
+        with contextlib.suppress(ChannelError):
+            while self._channel is not None and not have_ended.wait(_SIGNS_S):
+                self._channel.send({"is": "signs", "signs": {}}, _SEND_S)
 
     def _give_back(self, *_: object) -> None:
         # A batch system is about to take this host back. Not here: this is in the midst of anything.
