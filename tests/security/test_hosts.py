@@ -15,11 +15,13 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 from phalanx.errors import CommunicationError, ConfigError
+from phalanx.launch.hosts import channel as channel_module
 from phalanx.launch.hosts.channel import Channel, ChannelError, NotAdmittedError, admit, enter
 from phalanx.launch.hosts.company import HostsEnded, HostsStore
 from phalanx.launch.hosts.door import Door
@@ -129,6 +131,24 @@ def test_a_frame_that_was_changed_repeated_or_forged_ends_the_connection(tamper:
         head.receive(1.0)
     for end in (relay, far, raw(member)):
         end.close()
+
+
+def test_who_was_stopped_does_not_take_that_time_for_the_others_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    head, member = pair(KEY, KEY)
+    stopped_s = 0.0
+    monkeypatch.setattr(channel_module, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + stopped_s))
+    with ThreadPoolExecutor(1) as pool:
+        heard = pool.submit(head.receive, 4.0)
+        time.sleep(0.2)
+        stopped_s = 600.0
+        time.sleep(1.5)
+        member.send({"op": "beat"}, 1.0)
+        assert heard.result(5.0) == {"op": "beat"}
+        started = time.monotonic()
+        with pytest.raises(ChannelError, match="no answer in time"):
+            head.receive(1.5)
+    assert 1.0 < time.monotonic() - started < 3.0
+    head.close(), member.close()
 
 
 @pytest.fixture
