@@ -33,6 +33,9 @@ from phalanx.launch.supervise.team import Interrupted
 _SIGNS_S = 0.25
 _PULSE_S = 1.0
 _SEND_S = 2.0
+# One that has not looked for so long was stopped, and the first host most likely with it (a suspended job). It is given as
+# much to say that it is there, and no more: if it has given this host up, the workers here must end.
+_STOPPED_S = 1.0
 
 
 class Agent:
@@ -45,7 +48,7 @@ class Agent:
         self._lines: dict[int, Line] = {}
         self._pages: dict[int, Page] = {}
         self._shelf = Shelf()
-        self._heard_at = self._signed_at = self._pulse_at = 0.0
+        self._heard_at = self._looked_at = self._signed_at = self._pulse_at = 0.0
         self._gives_back = False
         self._verdict: str | None = None
 
@@ -116,7 +119,7 @@ class Agent:
 
         self._channel = knock(invitation.address, me, key, self._notice, MEETING_S, introduce)
         self._rendezvous.address = self._channel.here
-        self._heard_at = time.monotonic()
+        self._heard_at = self._looked_at = time.monotonic()
         self._here.begin(self._rendezvous.next_round())
 
     # -- the loop ------------------------------------------------------------------------------
@@ -152,6 +155,10 @@ class Agent:
                 self._say({"is": "said", "worker": worker, "message": {"is": "leaving"}})
 
     def _hear_first_host(self, channel: Channel) -> None:
+        now, before = time.monotonic(), self._looked_at
+        self._looked_at = now
+        if now - before > _STOPPED_S:
+            self._heard_at = max(self._heard_at, now - SILENCE_S + _STOPPED_S)
         try:
             for message in channel.take():
                 self._heard_at = time.monotonic()

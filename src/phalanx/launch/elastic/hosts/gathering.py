@@ -18,6 +18,7 @@ from typing import Any
 from phalanx.comm.failure.waiting import Notice, Waiting
 from phalanx.errors import CommunicationError
 from phalanx.launch.elastic.hosts.there import LOST_S, There
+from phalanx.launch.elastic.silence import LONGEST_LOOK_S
 from phalanx.launch.hosts.channel import MALFORMED, Channel, ChannelError
 from phalanx.launch.hosts.company import BEAT_S, SILENCE_S
 from phalanx.launch.hosts.door import Door
@@ -46,7 +47,7 @@ class Hosts:
         """Those that are here, by their numbers; this host is number 0."""
         self._next_number = FIRST + 1
         self._host_of: dict[int, int] = {}
-        self._beaten_at = 0.0
+        self._beaten_at = self._looked_at = 0.0
         self._verdict = ""
 
     def open(self) -> None:
@@ -97,6 +98,10 @@ class Hosts:
         lost, which is not among `all` any more."""
         with contextlib.suppress(BlockingIOError):
             os.read(self._woken, 4096)
+        # Each look is worth a second at most: what this launcher was stopped for itself is nobody's silence.
+        stopped_s, self._looked_at = max(0.0, now - self._looked_at - LONGEST_LOOK_S), now
+        for there in self.all.values():
+            there.heard_at += stopped_s
         found = self._take_in(now)
         for there in list(self.all.values()):
             try:
