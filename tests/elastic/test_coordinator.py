@@ -167,6 +167,31 @@ def test_what_the_last_of_a_generation_has_written_is_offered_though_it_is_lost_
         run.close()
 
 
+def test_a_launcher_that_was_stopped_does_not_take_that_time_from_who_is_waited_for() -> None:
+    run = Run(2, fewest=2, start_s=20.0)
+    try:
+        run.says(0, "arrived")
+        for now in (0.25, 300.0, 300.25):
+            run.coordinator.tick(now)
+        assert not run.coordinator.failure
+        run.says(1, "arrived")
+        assert run.coordinator.membership.members == (0, 1)
+    finally:
+        run.close()
+
+
+def test_it_is_waited_no_longer_than_was_said_by_a_launcher_that_runs() -> None:
+    run = Run(2, fewest=2, start_s=20.0)
+    try:
+        for look in range(79):
+            run.coordinator.tick(look / 4)
+        assert not run.coordinator.failure
+        run.coordinator.tick(20.0)
+        assert "no more came within 20 s" in run.coordinator.failure
+    finally:
+        run.close()
+
+
 def test_a_straggler_is_named_and_left_alone(run: Run) -> None:
     # A whole number: sums of quarters are exact, and the tenth second is not missed by a rounding.
     begun = float(round(time.monotonic()))

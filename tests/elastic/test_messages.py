@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import socket
 import threading
 from collections.abc import Iterator
@@ -61,3 +62,15 @@ def test_a_message_larger_than_the_socket_holds_arrives(ends: tuple[Line, socket
     message = other.receive(5.0)
     sender.join()
     assert message == {"is": text}
+
+
+def test_a_launcher_of_many_workers_has_descriptors_of_any_number(ends: tuple[Line, socket.socket]) -> None:
+    with socket.socket(fileno=fcntl.fcntl(ends[1], fcntl.F_DUPFD_CLOEXEC, 1500)) as theirs:
+        line = Line(theirs)
+        ends[0].send({"is": "pause"})
+        assert line.receive(5.0) == {"is": "pause"} and line.receive(0.01) is None
+        text = "x" * 1_000_000
+        sending = threading.Thread(target=line.send, args=({"text": text},))
+        sending.start()
+        assert ends[0].receive(5.0) == {"text": text}
+        sending.join()

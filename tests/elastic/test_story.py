@@ -113,6 +113,9 @@ def test_a_worker_that_ends_before_it_joins_is_told_of_once() -> None:
     story = told([*records()[:9], record(5.0, "ended", worker=3, code=1)])
     assert str(story.events[-1]) == "worker 3 ended before it had joined: exit code 1"
     assert not story.add(record(5.1, "ended", worker=0, code=0)), "who trained and ends well is no news"
+    (event,) = story.add(record(5.2, "not started", worker=4, why="no memory"))
+    assert str(event) == "worker 4 ended before it had joined: no memory"
+    assert not story.add(record(5.3, "ended", worker=4, code=None)), "as the launcher of another host says as well"
 
 
 def test_what_a_worker_is_told_makes_the_same_events_as_the_launchers_record() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import threading
 import time
 from pathlib import Path
@@ -13,9 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.launch.agent import LaunchSettings, _environment
+from phalanx.launch.failure import summarize
 from phalanx.launch.logs import Follower, Keeper, RankLogs
 from phalanx.launch.rendezvous import OneHost
 from phalanx.launch.rundir import RunDirectory
+from phalanx.launch.start.child import Child
+from phalanx.launch.start.order import Order
 from phalanx.launch.start.starter import signals_blocked
 from phalanx.launch.start.starting import Starting
 from phalanx.launch.supervise.numbering import Round, first_rank, variables
@@ -145,6 +149,26 @@ def test_another_policy_replaces_one_worker_while_the_others_go_on(tmp_path: Pat
     assert policy.events[:4] == [Started(0), Started(1), Ended(1, -signal.SIGKILL), Started(1)]
 
 
+def test_a_worker_that_the_launcher_killed_did_not_fail_first(tmp_path: Path) -> None:
+    def start(order: Order) -> Child:
+        process = subprocess.Popen(["sleep", "60"], start_new_session=True)
+        return Child(process.pid, process.poll)
+
+    team = Team(start)
+    team.start({rank: Order((), {}, 1, 2) for rank in range(3)})
+    os.kill(team.pid(2), signal.SIGKILL)
+    codes: dict[int, int] = {}
+    while len(codes) < 3:
+        codes |= team.newly_ended()
+        if 2 in codes:
+            for rank in range(3):  # also one that has just ended by itself
+                team.kill_one(rank, "the run was given up")
+    assert set(codes.values()) == {-signal.SIGKILL}
+    summary = summarize(RunDirectory.create(tmp_path, "train"), 0, team.exitcodes())
+    assert summary is not None and summary.first.rank == 2
+    assert [end.how for end in summary.others] == ["ended by the launcher"] * 2
+
+
 def test_a_signal_is_an_exception_that_nothing_takes_for_its_own() -> None:
     with pytest.raises(Interrupted) as caught, signals_raise():
         try:
@@ -152,6 +176,16 @@ def test_a_signal_is_an_exception_that_nothing_takes_for_its_own() -> None:
         except Exception:
             pytest.fail("it was swallowed")
     assert caught.value.signal is signal.SIGHUP
+
+
+def test_a_launcher_that_was_started_with_nohup_outlives_its_terminal() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with signals_raise():
+            signal.raise_signal(signal.SIGHUP)
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_signal_that_another_thread_takes_waits_for_the_end_of_the_block_too() -> None:

@@ -108,7 +108,7 @@ MUTATIONS = (
     Mutation(
         name="elastic: the time in which the launcher was stopped counts as the workers' silence",
         file=SILENCE,
-        old="min(now - self._looked_at, _LONGEST_LOOK_S)",
+        old="min(now - self._looked_at, LONGEST_LOOK_S)",
         new="now - self._looked_at",
         tests=SIGNS,
     ),

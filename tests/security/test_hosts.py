@@ -15,11 +15,13 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 from phalanx.errors import CommunicationError, ConfigError
+from phalanx.launch.hosts import channel as channel_module
 from phalanx.launch.hosts.channel import Channel, ChannelError, NotAdmittedError, admit, enter
 from phalanx.launch.hosts.company import HostsEnded, HostsStore
 from phalanx.launch.hosts.door import Door
@@ -29,6 +31,7 @@ from phalanx.launch.hosts.meeting import Invitation, WorkerStore, check_endpoint
 from phalanx.launch.hosts.member import Member, knock
 from phalanx.launch.hosts.rounds import Host, Rounds
 from phalanx.launch.hosts.secret import read_secret
+from phalanx.launch.rendezvous import ManyHosts
 from tests.security.intruder import ROOT, SECRET
 
 pytestmark = pytest.mark.timeout(120)
@@ -128,6 +131,24 @@ def test_a_frame_that_was_changed_repeated_or_forged_ends_the_connection(tamper:
         head.receive(1.0)
     for end in (relay, far, raw(member)):
         end.close()
+
+
+def test_who_was_stopped_does_not_take_that_time_for_the_others_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    head, member = pair(KEY, KEY)
+    stopped_s = 0.0
+    monkeypatch.setattr(channel_module, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + stopped_s))
+    with ThreadPoolExecutor(1) as pool:
+        heard = pool.submit(head.receive, 4.0)
+        time.sleep(0.2)
+        stopped_s = 600.0
+        time.sleep(1.5)
+        member.send({"op": "beat"}, 1.0)
+        assert heard.result(5.0) == {"op": "beat"}
+        started = time.monotonic()
+        with pytest.raises(ChannelError, match="no answer in time"):
+            head.receive(1.5)
+    assert 1.0 < time.monotonic() - started < 3.0
+    head.close(), member.close()
 
 
 @pytest.fixture
@@ -304,6 +325,54 @@ def test_two_hosts_meet_and_share_values(head: tuple[Head, list[str]]) -> None:
         head[0].news()
 
 
+def test_a_host_that_waits_does_not_hold_up_a_run_that_has_finished(head: tuple[Head, list[str]]) -> None:
+    members = [join(head[0], name) for name in ("second", "spare")]
+    with ThreadPoolExecutor(2) as pool:
+        there = pool.submit(members[0].join, 10.0)
+        head[0].join(10.0)
+        there.result()
+        spare = pool.submit(members[1].join, 20.0)
+        while not head[0]._rounds.waiting():
+            time.sleep(0.01)
+        members[0].leave("")
+        with pytest.raises(HostsEnded, match="no new round"):
+            spare.result(5.0)
+    assert "no new round" in members[1].verdict(0.0)
+    members[1].leave("")
+
+
+def test_a_restart_after_another_host_has_finished_is_not_waited_for(head: tuple[Head, list[str]]) -> None:
+    member = join(head[0], "second")
+    with ThreadPoolExecutor(1) as pool:
+        there = pool.submit(member.join, 10.0)
+        head[0].join(10.0)
+        there.result()
+        again = pool.submit(head[0].join, 20.0)
+        while not head[0]._rounds.waiting():
+            time.sleep(0.01)
+        member.leave("")
+        with pytest.raises(HostsEnded, match="no new round"):
+            again.result(5.0)
+    assert "no new round" in head[0].verdict(0.0)
+
+
+def test_a_host_that_goes_before_it_has_said_how_many_workers_it_has_is_done_without() -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    rounds = Rounds(1, 2, restartable=True)
+    first = Head(listener, Host(0, "first", 3), rounds, KEY, lambda peers: ("127.0.0.1", 1), lambda line: None)
+    rendezvous = ManyHosts(Invitation("127.0.0.1:1", 1, 2, True, "run", KEY[0]), 3, None, lambda line: None)
+    rendezvous._company = first
+    member = join(first, "second", (1, 2))
+    with ThreadPoolExecutor(2) as pool:
+        there = pool.submit(member.join, 10.0)
+        here = pool.submit(rendezvous.next_round)
+        assert there.result(10.0).hosts == 2
+        member.leave("it was interrupted")
+        found = here.result(15.0)
+    assert (found.hosts, found.world) == (1, 3)
+    rendezvous.leave("the test is over")
+
+
 def test_a_host_started_otherwise_is_refused_in_words(head: tuple[Head, list[str]]) -> None:
     with pytest.raises(CommunicationError, match="refused second: it was started with --nnodes 1:4, first with 2"):
         join(head[0], "second", (1, 4))
@@ -320,6 +389,30 @@ def test_a_host_that_falls_silent_is_lost(head: tuple[Head, list[str]]) -> None:
     assert "second at 127.0.0.1 was lost (no answer in time)" in head[0].verdict(10.0)
     assert time.monotonic() - started < 7
     member._channel.close()
+
+
+NONSENSE = [
+    '{"op": "store", "do": "add", "key": "n", "amount": Infinity}',
+    '{"op": "store", "do": "divide", "key": "n"}',
+    '{"op": ["beat"], "words": {}}{',
+    "[" * 100_000,
+    "",
+]
+
+
+@pytest.mark.parametrize("text", NONSENSE, ids=lambda text: text[:40])
+def test_a_host_that_talks_nonsense_is_lost_in_words(
+    head: tuple[Head, list[str]], text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    member = join(head[0], "second")
+    with ThreadPoolExecutor(1) as pool:
+        there = pool.submit(member.join, 10.0)
+        head[0].join(10.0)
+        there.result()
+    dumps = json.dumps
+    monkeypatch.setattr(json, "dumps", lambda said: text if said == {"op": "beat"} else dumps(said))
+    assert "second at 127.0.0.1 was lost" in head[0].verdict(4.0)
+    member.leave("")
 
 
 @pytest.mark.parametrize("endpoint", ["0.0.0.0:29500", "[::]:29500", "*:29500", "any:1"])
@@ -339,6 +432,13 @@ def test_an_address_of_four_bytes_in_sixteen_is_what_its_packets_say() -> None:
     assert listener is not None
     with listener:
         assert listener.family is socket.AF_INET and listener.getsockname()[0] == "127.0.0.1"
+
+
+@pytest.mark.parametrize("host", ["head..cluster", "h" * 64 + ".cluster", ".head", "head\udc80"])
+def test_a_name_that_no_host_can_have_is_refused(host: str) -> None:
+    with pytest.raises(ConfigError, match="no host can have that name"):
+        check_endpoint(f"{host}:29500")
+    assert check_endpoint("[fe80::1%eth0]:29500") and check_endpoint("head.cluster.:29500")
 
 
 def test_an_endpoint_that_is_not_here_is_said_to_the_first_host() -> None:

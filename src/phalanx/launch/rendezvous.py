@@ -144,11 +144,15 @@ class ManyHosts(Rendezvous):
             # Not earlier: signal handlers are in place now, and this may take long.
             self._company = meet(self._invitation, *self._start, MEETING_S)
         self._ends.begin()
-        place = self._company.join(MEETING_S)
-        store = HostsStore(self._company, f"{place.round}/")
-        self._round = store, place.rank, place.hosts
-        store.set(f"workers/{place.rank}", str(self._nproc))
-        workers = [int(count) for count in store.multi_get([f"workers/{rank}" for rank in range(place.hosts)])]
+        is_complete = False
+        while not is_complete:
+            place = self._company.join(MEETING_S)
+            store = HostsStore(self._company, f"{place.round}/")
+            self._round = store, place.rank, place.hosts
+            store.set(f"workers/{place.rank}", str(self._nproc))
+            said = [f"workers/{rank}" for rank in range(place.hosts)]
+            is_complete = store.is_set_in_this_round(said)
+        workers = [int(count) for count in store.multi_get(said)]
         first, world = first_rank(workers, place.rank), sum(workers)
         # Served: the head has a store at that address, and every worker is a client.
         return Round(place.rank, place.hosts, first, world, place.store_address, place.store_port, is_served=True)

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import os
 import re
+import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,16 +22,20 @@ from phalanx.errors import CommunicationError, ConfigError
 from phalanx.launch import worker as worker_module
 from phalanx.launch.agent import LaunchSettings
 from phalanx.launch.elastic.coordinator import Coordinator
+from phalanx.launch.elastic.history import History
 from phalanx.launch.elastic.hosts import agent as agent_module
 from phalanx.launch.elastic.hosts import gathering
 from phalanx.launch.elastic.hosts.agent import Agent
 from phalanx.launch.elastic.hosts.gathering import Hosts
-from phalanx.launch.elastic.membership import Limits, RunState
+from phalanx.launch.elastic.membership import Limits, RunState, WorkerState
 from phalanx.launch.elastic.story import Story
-from phalanx.launch.hosts.channel import Channel, NotAdmittedError, enter
+from phalanx.launch.elastic.supervisor import ElasticSupervisor
+from phalanx.launch.hosts.channel import Channel, ChannelError, NotAdmittedError, enter
 from phalanx.launch.hosts.company import HostsEnded
 from phalanx.launch.hosts.meeting import Invitation
 from phalanx.launch.rendezvous import Apart
+from phalanx.launch.rundir import RunDirectory
+from phalanx.launch.supervise.team import Interrupted
 from tests.security.intruder import SECRET
 
 pytestmark = pytest.mark.timeout(60)
@@ -88,6 +97,73 @@ def test_a_host_comes_is_heard_and_goes_with_its_words(first: First) -> None:
     first.wait(_has("bye"))
     assert not first.hosts.all and first.hosts.places == 2
     assert first.said[-1] == "host second at 127.0.0.1 is given up: its launcher was ended by SIGTERM"
+    channel.close()
+
+
+NONSENSE: list[dict[str, Any]] = [
+    *({}, {"is": "bye"}),
+    {"is": "signs", "signs": []},
+    {"is": "said", "worker": 7, "message": "arrived"},
+    {"is": "said", "worker": 7, "message": {"is": "event", "what": "formed"}},
+    {"is": "ended", "worker": float("inf")},
+    {"is": "ended", "worker": 7, "code": []},
+]
+
+
+@pytest.mark.parametrize("message", NONSENSE, ids=str)
+def test_a_host_that_talks_nonsense_is_lost_alone(first: First, message: dict[str, Any], tmp_path: Path) -> None:
+    here, rendezvous, directory = FakeHere(), Apart("run", 1), RunDirectory.create(tmp_path, "train")
+    history = History(directory, lambda line: None)
+    limits = Limits(1, 1, 2)
+    supervisor = ElasticSupervisor(here, limits, rendezvous, 1.0, tmp_path, history.note, first.hosts)  # type: ignore[arg-type]
+    coordinator = supervisor._coordinator
+    channel, _ = first.join()
+    first.hosts.gather(5.0)
+    (there,) = first.hosts.all.values()
+    coordinator.begin(time.monotonic(), 2)
+    coordinator._next_worker = 7
+    coordinator.connect_far(time.monotonic(), there.seat, there.number)
+    first.hosts.settle(7, there.number)
+    channel.send(message, 1.0)
+    channel.send({"is": "signs", "signs": {"7": [1, False, 1]}}, 1.0)
+    deadline = time.monotonic() + 5
+    while first.hosts.all and time.monotonic() < deadline:
+        supervisor._hear_hosts(first.hosts)
+        time.sleep(0.02)
+    assert coordinator.membership.workers[7] is WorkerState.DEAD and not first.hosts.all
+    coordinator.close()
+    history.close()
+    rendezvous.leave("")
+    channel.close()
+
+
+@pytest.mark.parametrize("message", [{}, {"is": "bye"}], ids=str)
+def test_nonsense_before_the_run_begins_is_survived_as_well(first: First, message: dict[str, Any]) -> None:
+    strange, _ = first.join()
+    first.wait(_has("came"))
+    first.hosts._invitation = replace(first.invitation, fewest=3)
+    strange.send(message, 1.0)
+    with pytest.raises(CommunicationError, match="of 3 hosts here"):
+        first.hosts.gather(0.6)
+    strange.close()
+
+
+@pytest.mark.parametrize("card", [{"name": None}, {"nproc": float("inf")}, {"limits": 3}, {"nproc": []}], ids=str)
+def test_a_host_that_does_not_say_who_it_is_does_not_come_in(first: First, card: dict[str, Any]) -> None:
+    channel = enter(socket.create_connection(first.invitation.address), SECRET.encode(), "run", 5.0)
+    channel.send({name: value for name, value in {**CARD, **card}.items() if value is not None}, 1.0)
+    with pytest.raises(ChannelError, match="closed"):
+        channel.receive(5.0)
+    assert not first.hosts.look(time.monotonic()) and not first.hosts.all
+    channel.close()
+
+
+def test_hosts_are_waited_for_whatever_the_numbers_of_their_descriptors(first: First) -> None:
+    low, first.hosts._woken = first.hosts._woken, fcntl.fcntl(first.hosts._woken, fcntl.F_DUPFD_CLOEXEC, 1500)
+    os.close(low)
+    channel, _ = first.join()
+    first.hosts.gather(5.0)
+    assert len(first.hosts.all) == 1
     channel.close()
 
 
@@ -324,6 +400,21 @@ def test_an_agent_does_what_it_is_told_and_says_what_it_sees(first: First) -> No
     joined.close()
 
 
+def test_hosts_that_were_all_suspended_find_each_other_again(first: First, monkeypatch: pytest.MonkeyPatch) -> None:
+    joined, monotonic = Joined(first), time.monotonic
+    joined.agent._look()
+    first.hosts.look(monotonic())
+    monkeypatch.setattr(time, "monotonic", lambda: monotonic() + 600.0)
+    for _ in range(2):
+        joined.agent._look()
+        first.hosts.look(time.monotonic())
+    assert list(first.hosts.all.values()) == [joined.there]
+    with pytest.raises(HostsEnded, match="no sign of life"):  # the first one does not come back
+        for _ in range(20):
+            joined.agent._look()
+    joined.close()
+
+
 @pytest.mark.parametrize("how", ["closed", "silent", "nonsense"])
 def test_an_agent_without_the_first_host_kills_its_workers_at_once(
     first: First, how: str, monkeypatch: pytest.MonkeyPatch
@@ -342,6 +433,35 @@ def test_an_agent_without_the_first_host_kills_its_workers_at_once(
     joined.close()
 
 
+def test_a_host_whose_workers_take_their_time_to_end_is_not_lost_before_they_have(
+    first: First, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gathering, "LOST_S", 1.0)
+    here, rendezvous, ended = FakeHere(), Apart("run", 2), []
+
+    @contextlib.contextmanager
+    def ended_with(grace_s: float) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            time.sleep(2.0)
+            ended.append(time.monotonic())
+
+    def look() -> None:
+        raise Interrupted(signal.SIGTERM)
+
+    here.ended_with = ended_with  # type: ignore[method-assign]
+    agent = Agent(here, rendezvous, first.invitation, lambda line: None, 5.0)  # type: ignore[arg-type]
+    monkeypatch.setattr(agent, "_look", look)
+    with ThreadPoolExecutor(1) as pool:
+        heard = pool.submit(lambda: (first.wait(_has("came", "bye")), time.monotonic()))
+        with pytest.raises(Interrupted):
+            agent.run()
+        messages, at = heard.result()
+    assert messages[-1]["words"] == "its launcher was ended by SIGTERM" and at > ended[0]
+    rendezvous.leave("")
+
+
 def test_what_cannot_go_on_between_hosts_is_refused_at_the_start() -> None:
     with pytest.raises(ConfigError, match="communicates over gloo"):
         worker_module._init_member(SimpleNamespace(spans_hosts=True), "phalanx", "cpu", None, None)  # type: ignore[arg-type]
@@ -358,3 +478,21 @@ def test_an_agent_that_is_refused_says_why(first: First) -> None:
     rendezvous.leave("")
     for channel in channels:
         channel.close()
+
+
+def test_the_time_that_workers_have_to_start_begins_when_the_hosts_are_there(tmp_path: Path) -> None:
+    here, rendezvous = FakeHere(), Apart("run", 1)
+    limits = Limits(1, 1, 1, start_s=1.0)
+    supervisor = ElasticSupervisor(here, limits, rendezvous, 1.0, tmp_path, lambda record: None)  # type: ignore[arg-type]
+    found: list[str] = []
+
+    def look() -> None:
+        supervisor._coordinator.tick(time.monotonic())
+        found.append(supervisor.failure)
+        supervisor._coordinator.membership.state = RunState.OVER
+
+    supervisor._gather = lambda: time.sleep(1.1)  # type: ignore[method-assign]
+    supervisor._start, supervisor._look = lambda: None, look  # type: ignore[method-assign]
+    supervisor.run()
+    rendezvous.leave("")
+    assert found == [""]

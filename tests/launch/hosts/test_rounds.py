@@ -107,6 +107,15 @@ def test_a_finished_member_ends_the_run_well_and_nobody_is_taken_in() -> None:
     assert rounds.verdict == "", "what happens after a good end is not its end"
 
 
+def test_who_waits_for_a_round_that_never_comes_is_told() -> None:
+    rounds = formed(2, 2, 2)
+    rounds.join(host(7), 40.0)
+    assert rounds.verdict_for(7) == ""
+    rounds.finish(1)
+    assert "no new round" in rounds.verdict_for(7)
+    assert rounds.verdict_for(0) == rounds.verdict_for(1) == "", "who trains or has finished has ended well"
+
+
 @pytest.mark.parametrize(
     ("first", "second", "words"),
     [(0, 0, "host number 0 is taken by h0"), (0, None, "number all or none"), (None, 1, "number all or none")],

@@ -20,7 +20,7 @@ from phalanx.launch.elastic.hosts.shelf import Shelf
 from phalanx.launch.elastic.membership import Limits, Membership, RunState
 from phalanx.launch.elastic.messages import Line
 from phalanx.launch.elastic.page import Page
-from phalanx.launch.elastic.silence import Signs, Silence
+from phalanx.launch.elastic.silence import LONGEST_LOOK_S, Signs, Silence
 from phalanx.launch.store import RunStore
 
 _LOOK_S = 0.25  # how often the workers' signs of life are looked at
@@ -94,7 +94,7 @@ class Coordinator:
         self._lines: dict[int, SpeakingLine] = {}
         self._pages: dict[int, SharedPage] = {}
         self._shelf = Shelf()
-        self._silence, self._looks_at = Silence(limits.silence_s), 0.0
+        self._silence, self._looks_at, self._ticked_at = Silence(limits.silence_s), 0.0, 0.0
         self._generations: list[Generation] = []
         self._next_worker = 0
         self._has_committed = False
@@ -129,6 +129,7 @@ class Coordinator:
         return self.membership.generation > 0
 
     def begin(self, now: float, places: int | None = None) -> None:
+        self._ticked_at = now
         self._do(self.membership.begin(now, places))
 
     def connect(self, now: float) -> tuple[int, socket.socket]:
@@ -195,6 +196,9 @@ class Coordinator:
             message = line.receive()
 
     def tick(self, now: float) -> None:
+        # Called several times a second, unless this process was stopped; as likely as not its workers were, too.
+        self.membership.postpone(max(0.0, now - self._ticked_at - LONGEST_LOOK_S))
+        self._ticked_at = now
         if now >= self._looks_at:
             self._looks_at = now + _LOOK_S
             self._look_for_signs(now)

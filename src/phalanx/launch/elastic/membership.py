@@ -265,6 +265,11 @@ class Membership:
             return actions + self._settle(now, is_time_over=True)
         return actions + self._settle(now)
 
+    def postpone(self, seconds: float) -> None:
+        """So long nobody could come: whoever is waited for has so much longer."""
+        self._late_at = None if self._late_at is None else self._late_at + seconds
+        self._start_at = None if self._start_at is None else self._start_at + seconds
+
     @property
     def deadline(self) -> float | None:
         """When `tick` is due."""

@@ -52,7 +52,7 @@ class Line:
             try:
                 data = data[self._socket.send(data) :]
             except BlockingIOError:
-                select.select([], [self._socket], [], 1.0)
+                self._wait(select.POLLOUT, 1.0)
             except OSError:
                 self.is_closed = True
                 return
@@ -60,7 +60,7 @@ class Line:
     def receive(self, wait_s: float | None = 0.0) -> dict[str, Any] | None:
         """The next message; None if none has come within `wait_s`, or the other end is gone."""
         while not self._messages and not self.is_closed:
-            if wait_s != 0.0 and not select.select([self._socket], [], [], wait_s)[0]:
+            if wait_s != 0.0 and not self._wait(select.POLLIN, wait_s):
                 return None
             try:
                 data = self._socket.recv(_CHUNK)
@@ -78,6 +78,12 @@ class Line:
             if self._messages or wait_s == 0.0:
                 break
         return self._messages.pop(0) if self._messages else None
+
+    def _wait(self, what: int, wait_s: float | None) -> bool:
+        # Not `select.select`: it takes no number above 1023, and the launcher of a hundred workers has more descriptors.
+        poller = select.poll()
+        poller.register(self._socket, what)
+        return bool(poller.poll(None if wait_s is None else 1000 * wait_s))
 
     def close(self) -> None:
         self.is_closed = True

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 # A launcher that was stopped itself (Ctrl-Z, a suspended job, a debugger) must not take that time for its workers' silence.
-_LONGEST_LOOK_S = 1.0
+LONGEST_LOOK_S = 1.0
 _SHORTEST_LIMIT_S = 1.0  # several beats, on a busy machine
 
 
@@ -59,7 +59,7 @@ class Silence:
 
     def look(self, pages: Mapping[int, Signs], now: float) -> list[int]:
         """The workers that have been silent for the limit; each is said again after another limit."""
-        self._clock += 0.0 if self._looked_at is None else min(now - self._looked_at, _LONGEST_LOOK_S)
+        self._clock += 0.0 if self._looked_at is None else min(now - self._looked_at, LONGEST_LOOK_S)
         self._looked_at = now
         self._signs = {worker: sign for worker, sign in self._signs.items() if worker in pages}
         silent = []

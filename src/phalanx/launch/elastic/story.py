@@ -233,6 +233,7 @@ class Story:
                 self._leave(int(record["worker"]), at_ns)
                 return [Event(What.LEFT, at_ns, number, worker=worker, rank=rank)]
             case "not started":
+                self._gone.add(int(record["worker"]))
                 return [Event(What.FAILED_TO_JOIN, at_ns, number, worker=worker, why=str(record["why"]))]
             case "scale":
                 return [Event(What.SCALED, at_ns, number, world=int(record["wanted"]))]

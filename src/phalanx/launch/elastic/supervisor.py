@@ -19,6 +19,7 @@ from phalanx.launch.elastic.hosts.gathering import FIRST, Hosts
 from phalanx.launch.elastic.hosts.here import Here
 from phalanx.launch.elastic.hosts.there import There
 from phalanx.launch.elastic.membership import Limits
+from phalanx.launch.hosts.channel import MALFORMED
 from phalanx.launch.rendezvous import MEETING_S, Rendezvous
 from phalanx.launch.supervise.team import Interrupted
 
@@ -71,7 +72,9 @@ class ElasticSupervisor:
                 place = self._rendezvous.next_round()
                 before_start()
                 self._here.begin(place)
-                self._coordinator.begin(time.monotonic(), self._gather())
+                places = self._gather()
+                # From here on: hosts may wait for each other longer than workers have to start.
+                self._coordinator.begin(time.monotonic(), places)
                 self._start()
                 while not self._coordinator.is_over:
                     self._look()
@@ -149,7 +152,7 @@ class ElasticSupervisor:
         for there, message in hosts.look(time.monotonic()):
             try:
                 self._take(hosts, there, message)
-            except (KeyError, TypeError, ValueError) as error:
+            except MALFORMED as error:
                 there.fault = there.fault or f"it said what nobody understands ({error!r})"
 
     def _take(self, hosts: Hosts, there: There, message: dict[str, Any]) -> None:
@@ -170,8 +173,8 @@ class ElasticSupervisor:
             case "started":
                 self._note({"event": "started", "worker": worker, "pid": message["pid"], "host": there.number})
             case "ended" if worker in there.workers:
+                code = None if message["code"] is None else int(message["code"])
                 there.unseat(worker)
-                code = message["code"]
                 if "why" in message:
                     self._note({"event": "not started", "worker": worker, "why": str(message["why"])})
                 self._coordinator.ended(worker, code == 0, now, code)

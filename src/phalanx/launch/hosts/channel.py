@@ -30,10 +30,15 @@ _PROOF_BYTES = 32
 _LENGTH = struct.Struct(">I")
 _NUMBER = struct.Struct(">Q")
 _MAX_FRAME_BYTES = 1 << 20
+_LONGEST_LOOK_S = 1.0
 
 
 class ChannelError(CommunicationError):
     """The connection ended, or what came over it cannot be from a launcher of this run."""
+
+
+# What making sense of a message may raise. Its sender has proved the secret, and may be of another version all the same.
+MALFORMED = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
 
 
 class NotAdmittedError(ChannelError):
@@ -42,6 +47,21 @@ class NotAdmittedError(ChannelError):
 
 class HungUpError(NotAdmittedError):
     """The peer ended the connection where its own proof was due: it refused ours, or it is busy, or has ended."""
+
+
+class _Patience:
+    """A time limit, of which each look counts a second at most: a launcher that was stopped (Ctrl-Z, a suspended job), as
+    the others most likely were, does not take that time for their silence."""
+
+    def __init__(self, seconds: float) -> None:
+        self._left_s, self._looked_at = seconds, time.monotonic()
+
+    def look(self) -> float:
+        """How many seconds are left."""
+        now = time.monotonic()
+        self._left_s -= min(now - self._looked_at, _LONGEST_LOOK_S)
+        self._looked_at = now
+        return self._left_s
 
 
 class Channel:
@@ -70,11 +90,11 @@ class Channel:
 
     def receive(self, timeout_s: float) -> dict[str, Any]:
         """The next message. Raises ChannelError when none comes in time, or one that the peer did not sign."""
-        deadline = time.monotonic() + timeout_s
-        (length,) = _LENGTH.unpack(_read(self._connection, _LENGTH.size, deadline))
+        patience = _Patience(timeout_s)
+        (length,) = _LENGTH.unpack(_read(self._connection, _LENGTH.size, patience))
         if length > _MAX_FRAME_BYTES:
             raise ChannelError(f"{self.there} announces a message of {length} bytes")
-        return self._open(_read(self._connection, _PROOF_BYTES, deadline), _read(self._connection, length, deadline))
+        return self._open(_read(self._connection, _PROOF_BYTES, patience), _read(self._connection, length, patience))
 
     def fileno(self) -> int:
         """To wait on, before `take`."""
@@ -125,7 +145,10 @@ class Channel:
         if not hmac.compare_digest(signature, _sign(self._keys[1], _NUMBER.pack(self._received), payload)):
             raise ChannelError(f"a message from {self.there} does not bear its signature")
         self._received += 1
-        message = json.loads(payload)
+        try:
+            message = json.loads(payload)
+        except (ValueError, RecursionError):
+            raise ChannelError(f"{self.there} sent what is no JSON") from None
         if not isinstance(message, dict):
             raise ChannelError(f"{self.there} sent a {type(message).__name__}, expected an object")
         return message
@@ -141,28 +164,28 @@ class Channel:
 
 def admit(connection: socket.socket, secret: bytes, run_id: str, timeout_s: float) -> Channel:
     """The head's side: let the peer in if it proves the secret, else raise NotAdmittedError."""
-    deadline = time.monotonic() + timeout_s
+    patience = _Patience(timeout_s)
     key, ours = _run_key(secret, run_id), secrets.token_bytes(_NONCE_BYTES)
-    _write(connection, _MAGIC + ours, deadline)
-    answer = _read(connection, _NONCE_BYTES + _PROOF_BYTES, deadline)
+    _write(connection, _MAGIC + ours, patience)
+    answer = _read(connection, _NONCE_BYTES + _PROOF_BYTES, patience)
     theirs, proof = answer[:_NONCE_BYTES], answer[_NONCE_BYTES:]
     if not hmac.compare_digest(proof, _sign(key, b"member", ours, theirs)):
         raise NotAdmittedError("it has another secret or --run-id")
-    _write(connection, _sign(key, b"head", ours, theirs), deadline)
+    _write(connection, _sign(key, b"head", ours, theirs), patience)
     return Channel(connection, _sign(key, b"session", ours, theirs), b"head", b"member")
 
 
 def enter(connection: socket.socket, secret: bytes, run_id: str, timeout_s: float) -> Channel:
     """The member's side: prove the secret, and have the head prove it too; NotAdmittedError where either fails."""
-    deadline = time.monotonic() + timeout_s
+    patience = _Patience(timeout_s)
     key, ours = _run_key(secret, run_id), secrets.token_bytes(_NONCE_BYTES)
-    opening = _read(connection, len(_MAGIC) + _NONCE_BYTES, deadline)
+    opening = _read(connection, len(_MAGIC) + _NONCE_BYTES, patience)
     if not opening.startswith(_MAGIC):
         raise NotAdmittedError("what listens there is not phalanx run, or one of another version")
     theirs = opening[len(_MAGIC) :]
-    _write(connection, ours + _sign(key, b"member", theirs, ours), deadline)
+    _write(connection, ours + _sign(key, b"member", theirs, ours), patience)
     try:
-        proof = _read(connection, _PROOF_BYTES, deadline)
+        proof = _read(connection, _PROOF_BYTES, patience)
     except ChannelError:
         raise HungUpError("it refused our secret, or was started with another --run-id") from None
     if not hmac.compare_digest(proof, _sign(key, b"head", theirs, ours)):
@@ -182,22 +205,22 @@ def _sign(key: bytes, *parts: bytes) -> bytes:
     return signature.digest()
 
 
-def _write(connection: socket.socket, data: bytes, deadline: float) -> None:
+def _write(connection: socket.socket, data: bytes, patience: _Patience) -> None:
     try:
-        connection.settimeout(max(deadline - time.monotonic(), 0.001))
+        connection.settimeout(max(patience.look(), 0.001))
         connection.sendall(data)
     except OSError as error:
         raise ChannelError(f"the connection ended: {error}") from None
 
 
-def _read(connection: socket.socket, count: int, deadline: float) -> bytes:
+def _read(connection: socket.socket, count: int, patience: _Patience) -> bytes:
     data = b""
     while len(data) < count:
-        remaining = deadline - time.monotonic()
+        remaining = patience.look()
         if remaining <= 0:
             raise ChannelError("no answer in time")
         try:
-            connection.settimeout(remaining)
+            connection.settimeout(min(remaining, _LONGEST_LOOK_S))
             piece = connection.recv(count - len(data))
         except TimeoutError:
             continue

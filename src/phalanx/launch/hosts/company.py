@@ -92,6 +92,14 @@ class HostsStore:
                 raise CommunicationError(f"no host set {', '.join(keys)} within {timeout_s:.0f} s")
             time.sleep(_POLL_S)
 
+    def is_set_in_this_round(self, keys: list[str]) -> bool:
+        """Wait for the keys; False as soon as hosts are to form another round, since one of these may be gone."""
+        while not self.check(keys):
+            if self._company.news():
+                return False
+            time.sleep(_POLL_S)
+        return True
+
     def multi_get(self, keys: list[str]) -> list[bytes]:
         return [self.get(key) for key in keys]
 

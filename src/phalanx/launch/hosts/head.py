@@ -14,7 +14,7 @@ from typing import Any
 
 from phalanx.comm.failure.waiting import Notice, Waiting
 from phalanx.errors import CommunicationError
-from phalanx.launch.hosts.channel import Channel, ChannelError
+from phalanx.launch.hosts.channel import MALFORMED, Channel
 from phalanx.launch.hosts.company import BEAT_S, SILENCE_S, Company, HostsEnded, Place, apply
 from phalanx.launch.hosts.door import Door
 from phalanx.launch.hosts.rounds import Host, Phase, Rounds
@@ -58,6 +58,9 @@ class Head(Company):
             self._rounds.join(self._me, time.monotonic())
         while True:
             with self._lock:
+                verdict = self._rounds.verdict_for(_HEAD_KEY)
+                if verdict:
+                    raise HostsEnded(verdict)
                 self._form()
                 place = self._places.get(_HEAD_KEY)
                 if place is not None and place.round > before and self._rounds.in_round(_HEAD_KEY):
@@ -76,8 +79,8 @@ class Head(Company):
 
     def verdict(self, wait_s: float) -> str:
         with self._lock:
-            self._lock.wait_for(lambda: bool(self._rounds.verdict), wait_s)
-            return self._rounds.verdict
+            self._lock.wait_for(lambda: bool(self._rounds.verdict_for(_HEAD_KEY)), wait_s)
+            return self._rounds.verdict_for(_HEAD_KEY)
 
     def leave(self, words: str) -> None:
         if self._closing:
@@ -143,7 +146,7 @@ class Head(Company):
                 request = channel.receive(SILENCE_S)
                 channel.send(self._answer(host, request), SILENCE_S)
                 goodbye = request.get("op") == "leave"
-        except (ChannelError, ValueError, KeyError, TypeError) as error:
+        except (CommunicationError, *MALFORMED) as error:
             if host is not None:
                 with self._lock:
                     self._rounds.lose(host.key, f"{host} at {channel.there} was lost ({error})")
@@ -194,7 +197,7 @@ class Head(Company):
                     self._rounds.finish(host.key)
             place = self._places.get(host.key)
             return {
-                "verdict": self._rounds.verdict,
+                "verdict": self._rounds.verdict_for(host.key),
                 "news": self._rounds.news(host.key),
                 "place": None if place is None else list(vars(place).values()),
                 "wanted": self._rounds.wanted(),

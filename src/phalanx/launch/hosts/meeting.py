@@ -69,6 +69,10 @@ def check_endpoint(endpoint: str) -> str:
         raise ConfigError(f"--endpoint should be HOST:PORT, such as head:29500; got {endpoint!r}")
     if host.strip("[]").lower() in _EVERYWHERE:
         raise _everywhere(endpoint)
+    try:
+        host.encode("idna")  # as whatever looks it up does, and fails in words of its own
+    except UnicodeError:
+        raise ConfigError(f"--endpoint {endpoint!r}: no host can have that name") from None
     return endpoint
 
 

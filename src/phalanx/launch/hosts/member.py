@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from phalanx.comm.failure.waiting import Notice, Waiting
 from phalanx.errors import CommunicationError
-from phalanx.launch.hosts.channel import Channel, ChannelError, HungUpError, NotAdmittedError, enter
+from phalanx.launch.hosts.channel import MALFORMED, Channel, ChannelError, HungUpError, NotAdmittedError, enter
 from phalanx.launch.hosts.company import BEAT_S, SILENCE_S, Company, HostsEnded, Place
 from phalanx.launch.hosts.rounds import Host
 
@@ -116,9 +116,9 @@ class Member(Company):
                 self._channel.send(message, SILENCE_S)
                 reply = self._channel.receive(SILENCE_S)
                 if "verdict" in reply:
-                    self._status = reply
+                    self._status = {name: reply[name] for name in self._status}
                 answer.set_result(reply)
-        except (ChannelError, ValueError) as error:
+        except (ChannelError, *MALFORMED) as error:
             self._lost = str(self._status["verdict"]) or f"the host at {self._where} was lost ({error})"
             answer.cancel()
             with contextlib.suppress(queue.Empty):

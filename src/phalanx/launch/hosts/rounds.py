@@ -73,6 +73,12 @@ class Rounds:
         taken = next((other for other in others if host.number is not None and other.number == host.number), None)
         return f"host number {host.number} is taken by {taken.name}" if taken is not None else ""
 
+    def verdict_for(self, key: int) -> str:
+        """What ended the run for this host; empty while nothing has, and for one that has finished."""
+        if self.phase is Phase.OVER and not self.verdict and key in self._waiting:
+            return "another host has finished: no new round begins"
+        return self.verdict
+
     def join(self, host: Host, now: float) -> None:
         """`host` wants to be of the next round. A member of the running one leaves it thereby."""
         self._in_round.discard(host.key)

@@ -113,11 +113,13 @@ def standard_input() -> int | None:
 @contextlib.contextmanager
 def signals_raise() -> Iterator[None]:
     """Within the block a signal that should end the launcher is the exception `Interrupted`."""
+    # Started with nohup: it is to go on when its terminal is closed.
+    handled = [number for number in HANDLED if (number, signal.getsignal(number)) != (signal.SIGHUP, signal.SIG_IGN)]
 
     def handle(number: int, frame: FrameType | None) -> None:
         raise Interrupted(number)
 
-    handlers = {number: signal.signal(number, handle) for number in HANDLED}
+    handlers = {number: signal.signal(number, handle) for number in handled}
     try:
         yield
     finally:

@@ -74,8 +74,10 @@ class Team:
 
     def kill_one(self, local_rank: int, why: str) -> None:
         """End one worker now, with what it started; how it ended is told by `newly_ended`."""
-        if local_rank in self._children:
-            self._children[local_rank].tell(signal.SIGKILL)
+        child = self._children.get(local_rank)
+        if child is not None and child.poll() is None:
+            self._killed.add(local_rank)
+            child.tell(signal.SIGKILL)
 
     def wake_one(self, local_rank: int) -> None:
         """Let one worker go on that somebody has stopped, with what it started."""

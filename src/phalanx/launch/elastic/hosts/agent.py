@@ -7,11 +7,13 @@ others have given this host up, or soon will: the workers are killed at once, be
 
 from __future__ import annotations
 
+import contextlib
 import select
 import signal
 import socket
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from phalanx.comm.failure.waiting import Notice
@@ -20,7 +22,7 @@ from phalanx.launch.elastic.hosts.here import Here, variables_of
 from phalanx.launch.elastic.hosts.shelf import Shelf
 from phalanx.launch.elastic.messages import Line
 from phalanx.launch.elastic.page import Page
-from phalanx.launch.hosts.channel import Channel, ChannelError
+from phalanx.launch.hosts.channel import MALFORMED, Channel, ChannelError
 from phalanx.launch.hosts.company import SILENCE_S, HostsEnded
 from phalanx.launch.hosts.meeting import Invitation
 from phalanx.launch.hosts.member import knock
@@ -31,6 +33,9 @@ from phalanx.launch.supervise.team import Interrupted
 _SIGNS_S = 0.25
 _PULSE_S = 1.0
 _SEND_S = 2.0
+# One that has not looked for so long was stopped, and the first host most likely with it (a suspended job). It is given as
+# much to say that it is there, and no more: if it has given this host up, the workers here must end.
+_STOPPED_S = 1.0
 
 
 class Agent:
@@ -43,7 +48,7 @@ class Agent:
         self._lines: dict[int, Line] = {}
         self._pages: dict[int, Page] = {}
         self._shelf = Shelf()
-        self._heard_at = self._signed_at = self._pulse_at = 0.0
+        self._heard_at = self._looked_at = self._signed_at = self._pulse_at = 0.0
         self._gives_back = False
         self._verdict: str | None = None
 
@@ -55,7 +60,7 @@ class Agent:
         """True when the run ended well. Raises HostsEnded if not, or if the first host is lost, and Interrupted."""
         before, words = signal.signal(signal.SIGUSR1, self._give_back), "its launcher failed"
         try:
-            with self._here.team.ended_with(self._grace_s):
+            with self._workers_ended():
                 # First: from when it is known to the others on, this process must not be held up.
                 before_start()
                 self._join()
@@ -71,6 +76,28 @@ class Agent:
         finally:
             signal.signal(signal.SIGUSR1, before)
             self._close(words)
+
+    @contextlib.contextmanager
+    def _workers_ended(self) -> Iterator[None]:
+        """However the block ends, the workers end as well. They may take all of their grace, in which this host must not
+        count as lost: the others would go on while its workers can still touch what they share."""
+        have_ended = threading.Event()
+        telling = threading.Thread(target=self._tell_until, args=(have_ended,), name="phalanx-agent", daemon=True)
+        try:
+            with self._here.team.ended_with(self._grace_s):
+                try:
+                    yield
+                finally:
+                    telling.start()  # the channel is its own until it has ended
+        finally:
+            have_ended.set()
+            if telling.ident is not None:
+                telling.join()
+
+    def _tell_until(self, have_ended: threading.Event) -> None:
+        with contextlib.suppress(ChannelError):
+            while self._channel is not None and not have_ended.wait(_SIGNS_S):
+                self._channel.send({"is": "signs", "signs": {}}, _SEND_S)
 
     def _give_back(self, *_: object) -> None:
         # A batch system is about to take this host back. Not here: this is in the midst of anything.
@@ -92,7 +119,7 @@ class Agent:
 
         self._channel = knock(invitation.address, me, key, self._notice, MEETING_S, introduce)
         self._rendezvous.address = self._channel.here
-        self._heard_at = time.monotonic()
+        self._heard_at = self._looked_at = time.monotonic()
         self._here.begin(self._rendezvous.next_round())
 
     # -- the loop ------------------------------------------------------------------------------
@@ -128,6 +155,10 @@ class Agent:
                 self._say({"is": "said", "worker": worker, "message": {"is": "leaving"}})
 
     def _hear_first_host(self, channel: Channel) -> None:
+        now, before = time.monotonic(), self._looked_at
+        self._looked_at = now
+        if now - before > _STOPPED_S:
+            self._heard_at = max(self._heard_at, now - SILENCE_S + _STOPPED_S)
         try:
             for message in channel.take():
                 self._heard_at = time.monotonic()
@@ -135,7 +166,7 @@ class Agent:
             silent_s = time.monotonic() - self._heard_at
             if silent_s > SILENCE_S:
                 raise ChannelError(f"no sign of life for {silent_s:.0f} s")
-        except (ChannelError, ValueError, KeyError, TypeError) as error:
+        except (ChannelError, *MALFORMED) as error:
             self._cut_off(str(error))
 
     def _say(self, message: dict[str, Any]) -> None:

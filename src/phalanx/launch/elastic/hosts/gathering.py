@@ -18,7 +18,8 @@ from typing import Any
 from phalanx.comm.failure.waiting import Notice, Waiting
 from phalanx.errors import CommunicationError
 from phalanx.launch.elastic.hosts.there import LOST_S, There
-from phalanx.launch.hosts.channel import Channel, ChannelError
+from phalanx.launch.elastic.silence import LONGEST_LOOK_S
+from phalanx.launch.hosts.channel import MALFORMED, Channel, ChannelError
 from phalanx.launch.hosts.company import BEAT_S, SILENCE_S
 from phalanx.launch.hosts.door import Door
 from phalanx.launch.hosts.head import nodes
@@ -40,13 +41,13 @@ class Hosts:
         self.address: str = listener.getsockname()[0]
         self._door: Door | None = None
         self._store = WorkerStore(self.address, notice)
-        self._arrivals: queue.SimpleQueue[tuple[Channel, dict[str, Any]]] = queue.SimpleQueue()
+        self._arrivals: queue.SimpleQueue[tuple[Channel, str, int]] = queue.SimpleQueue()
         self._woken, self._wake = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self.all: dict[int, There] = {}
         """Those that are here, by their numbers; this host is number 0."""
         self._next_number = FIRST + 1
         self._host_of: dict[int, int] = {}
-        self._beaten_at = 0.0
+        self._beaten_at = self._looked_at = 0.0
         self._verdict = ""
 
     def open(self) -> None:
@@ -61,9 +62,9 @@ class Hosts:
         """Return when so many hosts are here that the run can begin."""
         waiting = Waiting(self._notice)
         while len(self.all) + 1 < self._invitation.fewest:
-            select.select(self.descriptors, [], [], BEAT_S)
+            self._wait(BEAT_S)
             for there, message in self.look(time.monotonic()):
-                if message["is"] == "bye":
+                if message.get("is") == "bye":
                     self._notice(f"{there} went before the run began ({message['words']})")
             here = ", ".join([self._name, *(there.name for there in self.all.values())])
             words = f"{len(self.all) + 1} of {self._invitation.fewest} hosts here: {here}"
@@ -81,6 +82,12 @@ class Hosts:
         """Readable when there is something to `look` at."""
         return [self._woken, *(there.channel.fileno() for there in self.all.values())]
 
+    def _wait(self, wait_s: float) -> None:
+        poller = select.poll()
+        for descriptor in self.descriptors:
+            poller.register(descriptor, select.POLLIN)
+        poller.poll(1000 * wait_s)
+
     @property
     def places(self) -> int:
         """How many workers all hosts together may have."""
@@ -91,11 +98,15 @@ class Hosts:
         lost, which is not among `all` any more."""
         with contextlib.suppress(BlockingIOError):
             os.read(self._woken, 4096)
+        # Each look is worth a second at most: what this launcher was stopped for itself is nobody's silence.
+        stopped_s, self._looked_at = max(0.0, now - self._looked_at - LONGEST_LOOK_S), now
+        for there in self.all.values():
+            there.heard_at += stopped_s
         found = self._take_in(now)
         for there in list(self.all.values()):
             try:
                 messages = there.channel.take()
-            except (ChannelError, ValueError) as error:
+            except ChannelError as error:
                 messages, there.fault = [], there.fault or str(error)
             if messages:
                 there.heard_at = now
@@ -104,7 +115,7 @@ class Hosts:
                 there.fault = f"no sign of life for {LOST_S:.0f} s"
             goodbye = next((message for message in messages if message.get("is") == "bye"), None)
             if goodbye is not None:
-                there.fault = str(goodbye.get("words"))
+                there.fault = goodbye["words"] = str(goodbye.get("words") or "it went")
             elif there.fault:
                 found.append((there, {"is": "bye", "words": there.fault}))
             if there.fault:
@@ -115,8 +126,8 @@ class Hosts:
     def _take_in(self, now: float) -> list[Heard]:
         found: list[Heard] = []
         while not self._arrivals.empty():
-            channel, card = self._arrivals.get()
-            there = There(channel, self._next_number, str(card["name"])[:200], int(card["nproc"]), now)
+            channel, name, places = self._arrivals.get()
+            there = There(channel, self._next_number, name, places, now)
             self._next_number += 1
             self.all[there.number] = there
             self._notice(f"host {there} joined, with {there.places} workers")
@@ -185,7 +196,7 @@ class Hosts:
         deadline = time.monotonic() + _ENDING_S
         # Not closed before they are: what is not read when a connection is closed takes what was sent with it.
         while self.all and time.monotonic() < deadline:
-            select.select(self.descriptors, [], [], 0.1)
+            self._wait(0.1)
             self.look(time.monotonic())
         for there in list(self.all.values()):
             self._lose(there)
@@ -198,15 +209,16 @@ class Hosts:
         try:
             card = channel.receive(SILENCE_S)
             refused = self._refusal(card)
+            name, places = str(card["name"])[:200], int(card["nproc"])
             channel.send({"refused": refused}, SILENCE_S)
-        except (ChannelError, ValueError, KeyError, TypeError):
+        except (ChannelError, *MALFORMED):
             channel.close()
             return
         if refused:
-            self._notice(f"{card.get('name')} at {channel.there} was refused: {refused}")
+            self._notice(f"{name} at {channel.there} was refused: {refused}")
             channel.close()
             return
-        self._arrivals.put((channel, card))
+        self._arrivals.put((channel, name, places))
         with contextlib.suppress(OSError):  # the run has just ended
             os.write(self._wake, b"x")
 
