@@ -15,6 +15,7 @@ from torch import nn, optim
 
 import phalanx
 from phalanx.comm.hooks import allreduce_hook
+from phalanx.errors import ReductionError
 from tests.cluster import run_ranks
 from tests.ddp.by_hand import SMALL, BrokenLayer, Net, assert_mean, everywhere, inputs, mean_by_hand, unwrapped
 
@@ -227,3 +228,27 @@ def raises_behind(rank: int, world: int, how: str) -> None:
 @pytest.mark.parametrize("how", ["frozen", "no_sync"])
 def test_a_backward_that_raises_behind_a_wrapper_without_part_in_it_is_one_of_the_others(how: str, backend: str) -> None:
     run_ranks(2, raises_behind, how, backend=backend, timeout_s=30, pg_timeout_s=10)
+
+
+def keeps_exceptions(rank: int, world: int, num_wrappers: int) -> None:
+    """As a list of errors does, or an interactive session: what the traceback holds lives on."""
+    all_trained = [Trained(on_nonfinite="raise") for _ in range(num_wrappers)]
+    kept = []
+    for step in range(4):
+        for each in all_trained:
+            each.wrapped.zero_grad()
+        factor = float("nan") if step in (1, 2) else 1.0
+        try:
+            sum(each.loss(each.wrapped, step, rank) * factor for each in all_trained).backward()
+        except ReductionError as error:
+            kept.append(error)
+            continue
+        for each in all_trained:
+            wanted = mean_by_hand(each.plain, world, lambda m, r, each=each, step=step: each.loss(m, step, r))
+            assert_mean(each.model, wanted)
+    assert len(kept) == 2
+
+
+@pytest.mark.parametrize("num_wrappers", [1, 2])
+def test_backwards_are_reduced_while_the_exception_of_an_earlier_one_is_kept(num_wrappers: int) -> None:
+    run_ranks(2, keeps_exceptions, num_wrappers, timeout_s=30, pg_timeout_s=10)

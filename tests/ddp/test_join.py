@@ -140,3 +140,27 @@ def disabled(rank: int, world: int) -> int:
 
 def test_a_disabled_join_changes_nothing() -> None:
     assert run_ranks(2, disabled) == [3, 3]
+
+
+def with_evaluations(rank: int, world: int, evaluates: bool) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+    wrapped = phalanx.DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with wrapped.join():
+        for step in range(1 + 2 * rank):
+            x = torch.randn(5, 4, generator=torch.Generator().manual_seed(10 * step + rank))
+            wrapped(x).pow(2).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if evaluates and rank:
+                with torch.no_grad():
+                    wrapped.eval()(x)
+                wrapped.train()
+    return {key: value.clone() for key, value in model.state_dict().items()}
+
+
+def test_an_evaluation_inside_join_is_each_ranks_own_affair() -> None:
+    results = [run_ranks(2, with_evaluations, evaluates) for evaluates in (True, False)]
+    for key, value in results[0][0].items():
+        assert all(torch.equal(value, other[key]) for result in results for other in result), key

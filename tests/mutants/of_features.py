@@ -159,6 +159,17 @@ MUTATIONS = (
         tests="tests/ddp/test_join.py",
     ),
     Mutation(
+        name="join: those who have joined are to match an evaluation",
+        file="src/phalanx/ddp/module.py",
+        old="            Join.notify_join_context(self)\n"
+        "            self._sync_buffers_at(BufferHookLocation.PRE_FORWARD)\n"
+        "            if self._join_config.enable:\n",
+        new="        Join.notify_join_context(self)\n"
+        "        self._sync_buffers_at(BufferHookLocation.PRE_FORWARD)\n"
+        "        if self._join_config.enable:\n",
+        tests="tests/ddp/test_join.py",
+    ),
+    Mutation(
         name="join: joined ranks count in the mean though they are not to",
         file=JOIN,
         old="        self._weight = None if divide_by_initial_world_size else 0.0\n",

@@ -16,6 +16,13 @@ JOINED = "src/phalanx/ddp/passes/joined.py"
 
 MUTATIONS = (
     Mutation(
+        name="arming: the end of a pass is taken for over only when nobody holds it any more",
+        file="src/phalanx/ddp/passes/arming.py",
+        old="        self._ending = _none\n\n    def note(",
+        new="\n    def note(",
+        tests="tests/ddp/test_after_failure.py",
+    ),
+    Mutation(
         name="flight: large gradients are packed without the rank's weight",
         file=FLIGHT,
         old="            bucket.take_one(place, self.strategy.pack_scale * self.shares.on(bucket.device))\n",

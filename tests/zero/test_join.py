@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from torch import nn, optim
 from torch.distributed.algorithms.join import Join
 
 import phalanx
+from phalanx.errors import ConfigError
 from phalanx.zero import ZeroRedundancyOptimizer
 from tests.cluster import run_ranks
 
@@ -349,3 +351,24 @@ def test_a_joined_rank_steps_by_the_means_of_every_wrapper(backend: str) -> None
         plain.step()
     for found in run_ranks(2, train_two_wrappers, backend=backend):
         torch.testing.assert_close(found, [param.detach() for param in models.parameters()], rtol=1e-4, atol=1e-6)
+
+
+def clipping(rank: int, world: int, overlapped: bool) -> list[float]:
+    wrapped = phalanx.DistributedDataParallel(build())
+    options = {"overlap_with_ddp": True, "step_in_backward": False} if overlapped else {}
+    one: Any = ZeroRedundancyOptimizer(wrapped.parameters(), optim.SGD, lr=0.1, **options)
+    norms: list[float] = []
+    refused = pytest.raises(ConfigError, match="inside join") if overlapped else contextlib.nullcontext()
+    with refused, Join([wrapped, one]):
+        for _ in range(1 + rank):
+            one.zero_grad()
+            wrapped(torch.ones(2, 8)).sum().backward()
+            norms.append(float(one.clip_grad_norm_(0.5)))
+            one.step()
+    return norms
+
+
+def test_whole_gradients_are_clipped_under_join_and_those_in_shards_refused_at_once() -> None:
+    short, long = run_ranks(2, clipping, False)
+    assert long[:1] == short and len(long) == 2
+    assert run_ranks(2, clipping, True) == [[], []]

@@ -271,6 +271,8 @@ class DistributedDataParallel(TorchBase):
     def _before_forward(self, inputs: Any, kwargs: Any) -> tuple[Forward | None, Any, Any]:
         self.collectives.board.retract_failure()
         forward = None
+        # Without gradients, as in an evaluation, it is this rank's own affair: it takes part in no collective, and those
+        # who have joined need not match it.
         if torch.is_grad_enabled():
             arguments.check_frozen(self._frozen, self.collectives.me)
             # Before any other collective: it may have to bring all ranks to the same point first.
@@ -279,11 +281,10 @@ class DistributedDataParallel(TorchBase):
             self.first_inputs.see(() if torch.jit.is_tracing() else (inputs, kwargs))
             if self._num_in_backward != num_applied():
                 self._adopt_in_backward_optimizers()
-        Join.notify_join_context(self)
-        if torch.is_grad_enabled() or self._join_config.enable:
+            Join.notify_join_context(self)
             self._sync_buffers_at(BufferHookLocation.PRE_FORWARD)
-        if self._join_config.enable:
-            announce_reduction(self, self.require_backward_grad_sync)
+            if self._join_config.enable:
+                announce_reduction(self, self.require_backward_grad_sync)
         if self.device_ids:
             device = torch.device(self.device_type, self.device_ids[0])
             inputs, kwargs = map_tensors((inputs, kwargs), lambda tensor: tensor.to(device, non_blocking=True))
@@ -295,10 +296,9 @@ class DistributedDataParallel(TorchBase):
     @untraced
     def _after_forward(self, forward: Forward | None, output: Any, inputs: Any) -> Any:
         self.timeline.forward_ended()
-        if torch.is_grad_enabled() or self._join_config.enable:
-            self._sync_buffers_at(BufferHookLocation.POST_FORWARD)
         if forward is None:
             return output
+        self._sync_buffers_at(BufferHookLocation.POST_FORWARD)
         # Asked now and not when forward began: Lightning's manual optimisation takes it back inside.
         self.require_forward_param_sync = self.require_backward_grad_sync
         if (context_id := current_context()) is not None:

@@ -147,6 +147,7 @@ class InBackward:
 
     def backward_ended(self) -> None:
         """All gradients are there: clip them together, then step."""
+        self._end = _nothing  # which lives on if this raises, for as long as the user keeps the exception
         waiting, self._pending = list(dict.fromkeys(self._pending)), []
         if waiting and self.max_norm is not None:
             self.last_norm = torch.nn.utils.clip_grad_norm_(waiting, self.max_norm)

@@ -93,6 +93,14 @@ def clip_shards(
     return total.to(reduce(torch.promote_types, (grad.dtype.to_real() for grad in grads)))
 
 
+def clipped_in_join(me: str) -> ConfigError:
+    """Said at the first step: who has joined does not clip, and is met elsewhere once a rank has run out of inputs."""
+    return ConfigError(
+        f"{me}: clip_grad_norm_() inside join(): no rank has whole gradients, and one that has run out of inputs does not "
+        "take part in adding up their norm. Make the optimizer with overlap_with_ddp=False."
+    )
+
+
 def _refuse_nonfinite(norm: torch.Tensor, norm_type: float, is_asked: bool) -> None:
     if is_asked and not bool(torch.isfinite(norm)):
         raise ReductionError(

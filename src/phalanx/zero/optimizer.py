@@ -23,7 +23,7 @@ from ..ddp.passes.order import recover
 from ..errors import ConfigError, PhalanxError, ReductionError, StateError
 from . import step_hooks
 from .asked import Asked
-from .clipping import check_limits, clip_gradients, clip_shards
+from .clipping import check_limits, clip_gradients, clip_shards, clipped_in_join
 from .join import JoinedStep, wrappers_of
 from .memory import MemoryReport, report_memory
 from .other_steps import refuse_other_steps
@@ -302,9 +302,7 @@ class ZeroRedundancyOptimizer(ShowsState, torch.optim.Optimizer, Joinable):
             self._consolidated = None
 
     @torch.no_grad()
-    def clip_grad_norm_(
-        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
-    ) -> torch.Tensor:
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> torch.Tensor:
         """Scale all gradients so that their norm, over all parameters, is at most `max_norm`; returns the norm.
 
         Exact however gradients are sharded. Every rank calls it and gets the same number.
@@ -316,15 +314,17 @@ class ZeroRedundancyOptimizer(ShowsState, torch.optim.Optimizer, Joinable):
                 "clip_grad_norm_() comes too late: the step has been made during backward. Make the optimizer with "
                 "step_in_backward=False."
             )
+        shards = None if overlap is None else overlap.gradient_shards
         # A rank that has joined without inputs does not clip, and is not at fault.
         if not self._join_config.enable:
             self._settings.clipped(max_norm, norm_type, error_if_nonfinite)
-        if overlap is None or overlap.gradient_shards is None:
+        elif shards is not None and self.world_size > 1:
+            raise clipped_in_join(self._sharded.collectives.me)
+        if shards is None:
             others = None if self._join_config.enable else self._sharded.collectives
             return clip_gradients(self._all_params, max_norm, norm_type, error_if_nonfinite, others)
-        shards = overlap.gradient_shards.owned()
         grads = [param.grad for param in self._all_params if param.grad is not None]
-        return clip_shards(shards, grads, max_norm, norm_type, error_if_nonfinite, self._sharded.collectives)
+        return clip_shards(shards.owned(), grads, max_norm, norm_type, error_if_nonfinite, self._sharded.collectives)
 
     @property
     def local_state_bytes(self) -> int:

@@ -81,7 +81,7 @@ class Forward:
 class Ending(BackwardEnd):
     """The end of one pass, and what is known of the pass until then."""
 
-    __slots__ = ("backward", "forward", "has_gradients", "is_over", "number", "reducer")
+    __slots__ = ("backward", "forward", "has_gradients", "number", "reducer")
 
     def __init__(self, reducer: Reducer, forward: Forward) -> None:
         # The engine holds it for the length of a pass only, so it may hold the reducer.
@@ -90,10 +90,7 @@ class Ending(BackwardEnd):
         self.forward = forward
         self.number = forward.number  # of the first forward that was reached: later ones do not change the order
         self.backward = current_backward()
-        # Two facts, each true from some moment on, and apart from each other: a parameter got gradient before any forward
-        # asked for a reduction; and this end has been done, together with that of another wrapper.
-        self.has_gradients = False
-        self.is_over = False
+        self.has_gradients = False  # whether a parameter got gradient before any forward asked for a reduction
 
     def raised(self) -> None:
         self.reducer.backward_raised(self, accumulates())
@@ -130,8 +127,8 @@ class Arming:
     def __init__(self) -> None:
         self.state = Armed.RESTING
         self._waiting: deque[Forward] = deque(maxlen=_MOST_WAITING)
-        # What the backward that runs now is to this wrapper. Weakly, and no state of ours: the engine alone holds the end of
-        # a pass, and drops it with the pass, so that nobody has to take it back.
+        # What the backward that runs now is to this wrapper. Weakly: the engine alone holds the end of a pass, and drops it
+        # where the pass raises. One that was called may live on in a traceback that the user keeps: see `ended`.
         self._ending: Callable[[], Ending | None] = _none
         # Until that is noted: a parameter was met inside a nested backward, whose outermost one has still to go on.
         self._is_nested = False
@@ -160,6 +157,10 @@ class Arming:
     def raised(self) -> None:
         """The backward that ran has raised, and will not be noted any more."""
         self._is_nested = False
+
+    def ended(self) -> None:
+        """The backward that ran is over, and what was to be done at its end."""
+        self._ending = _none
 
     def note(self, reducer: Reducer, forward: Forward) -> Ending:
         """A pass has reached an output of `forward`, or one of our parameters."""

@@ -377,14 +377,14 @@ class Reducer(TorchReducer):
     def backward_ended(self) -> None:
         """Runs when the whole backward pass has ended; returns with every gradient averaged."""
         ending = self.noted
-        assert ending is not None, "the engine holds what it calls"
-        if not ending.is_over:
-            sharing = self.order.sharing(ending)
-            for reducer in sharing:
-                theirs = reducer.noted
-                assert theirs is not None, "the engine calls it yet"
-                theirs.is_over = True
+        if ending is None:
+            return  # done together with another wrapper's
+        sharing = self.order.sharing(ending)
+        try:
             take_turns([reducer.end() for reducer in sharing])
+        finally:
+            for reducer in sharing:
+                reducer._arming.ended()
 
     def end(self) -> Generator[None]:
         """What is left to do when backward has ended, in parts between which other wrappers do theirs."""
