@@ -64,7 +64,7 @@ class Collectives(Waiter, abc.ABC):
 
     def barrier(self, where: str) -> None:
         """Return when every rank has come here."""
-        self.all_reduce_now(torch.zeros(1, dtype=torch.float32), where)  # whatever torch's default is
+        self.all_reduce_now(torch.zeros(1, dtype=torch.float32, device="cpu"), where)  # whatever torch's defaults are
 
     def all_reduce_now(self, tensor: torch.Tensor, where: str) -> None:
         """`all_reduce` and `wait` in one, for what is waited for at once, such as a vote."""

@@ -102,7 +102,7 @@ def _seeded(sampler: Any, seed: int) -> Iterator[None]:
 def _digest(order: Sequence[Any]) -> str:
     found = hashlib.blake2b(digest_size=12)
     if order and all(type(one) is int for one in order):
-        found.update(torch.tensor(order, dtype=torch.int64).numpy().tobytes())
+        found.update(torch.tensor(order, dtype=torch.int64, device="cpu").numpy().tobytes())
     else:
         found.update(repr(order).encode())
     return found.hexdigest()

@@ -124,6 +124,12 @@ def test_small_matrices_are_not_worth_it() -> None:
     assert is_worth_it(64, 64, 1, 2) and not is_worth_it(64, 64, 16, 2) and not is_worth_it(2, 1000, 1, 2)
 
 
+def test_random_factors_do_not_depend_on_the_default_device() -> None:
+    first = random_factor("a", (3, 2), 0, 5)
+    with torch.device("meta"):
+        assert torch.equal(first, random_factor("a", (3, 2), 0, 5))
+
+
 def test_random_factors_depend_on_name_seed_and_step_and_on_nothing_else() -> None:
     torch.manual_seed(1)
     first = random_factor("a", (3, 2), 0, 5)

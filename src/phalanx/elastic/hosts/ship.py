@@ -111,9 +111,9 @@ def ship(outgoing: Sequence[tuple[int, Cargo]], incoming: Sequence[tuple[int, Ho
     """Send each cargo to its rank, and receive what comes from others; between two ranks, in the order of both lists."""
     # Everything is under way before anything is waited for: no order of ranks can stand in another's way.
     # Heads are named, since gloo does not hold what it sends.
-    heads = [torch.tensor(cargo.size, dtype=torch.int64) for _, cargo in outgoing]
+    heads = [torch.tensor(cargo.size, dtype=torch.int64, device="cpu") for _, cargo in outgoing]
     works = [dist.isend(head, rank) for head, (rank, _) in zip(heads, outgoing, strict=True)]
-    sizes = [torch.zeros(4, dtype=torch.int64) for _ in incoming]
+    sizes = [torch.zeros(4, dtype=torch.int64, device="cpu") for _ in incoming]
     _wait([dist.irecv(size, source) for size, (source, _) in zip(sizes, incoming, strict=True)])
     arrived: list[Size] = [(*size.tolist(),) for size in sizes]
     works += [dist.isend(part, rank) for rank, cargo in outgoing for part in cargo.parts]

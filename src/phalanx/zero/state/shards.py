@@ -18,8 +18,7 @@ from math import prod
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
 from ...errors import StateError
 from ...plan import ParamSpec
@@ -74,14 +73,6 @@ class StateShard(ShardedLeaf):
                 values = extent.values[done : done + prod(sizes)].view(sizes).permute(back)
                 done += prod(sizes)
                 yield (tuple(offsets[dim] for dim in back), tuple(sizes[dim] for dim in back)), values
-
-    def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
-        data = TensorProperties(dtype=self.dtype)
-        chunks = [(chunk, MetadataIndex(fqn, chunk.offsets)) for chunk in self.__create_chunk_list__()]
-        return [
-            WriteItem(index, WriteItemType.SHARD, tensor_data=TensorWriteData(chunk, data, self.size()))
-            for chunk, index in chunks
-        ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         return [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for (offsets, sizes), _ in self._boxes()]

@@ -51,4 +51,4 @@ def random_factor(name: str, shape: tuple[int, int], seed: int, step: int) -> to
     # Not Python's hash, which differs between processes.
     digest = hashlib.blake2b(f"{seed}/{step}/{name}".encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
-    return torch.randn(shape, generator=generator)
+    return torch.randn(shape, generator=generator, device="cpu")
