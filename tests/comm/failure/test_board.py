@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from typing import Any
 
@@ -16,7 +17,7 @@ from phalanx.comm.failure import last_words
 from phalanx.comm.failure.board import board_of
 from phalanx.comm.torch_backend import collectives_for
 from phalanx.errors import MismatchError
-from tests.cluster import run_ranks
+from tests.cluster import run_ranks, spawn_ranks
 
 
 class Counting:
@@ -78,6 +79,26 @@ def test_a_note_that_cannot_be_read_tells_that_its_rank_has_failed() -> None:
 
 def test_notes_are_numbered_and_asking_costs_one_question() -> None:
     run_ranks(2, _notes, backend="gloo")
+
+
+def _say_and_end(rank: int, world: int) -> dict[int, str]:
+    board = board_of(dist.group.WORLD)
+    check = board._store.check
+
+    def slowly(keys: list[str]) -> bool:
+        time.sleep(0.3)
+        return check(keys)
+
+    if rank == 1:
+        board._store.check = slowly  # type: ignore[method-assign]
+    said = board.exchange("settings", f"words of {rank}", wait_s=5)
+    if rank == 0:
+        os._exit(0)
+    return said
+
+
+def test_who_serves_the_store_does_not_end_before_all_have_read_what_was_said() -> None:
+    assert spawn_ranks(2, _say_and_end, backend="phalanx")[1].value == {0: "words of 0", 1: "words of 1"}
 
 
 def _wait_for_one(rank: int, world: int, backend: str) -> list[str]:

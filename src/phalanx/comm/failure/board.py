@@ -9,6 +9,7 @@ failed call the roll. On the healthy path nothing is written but, once, which pr
 | `failed/RANK`, `posted` | a rank whose own code raised | every rank that waits, once a second |
 | `alarm/N` | a rank whose collective failed, the N-th time | the same |
 | `OCCASION/N/RANK` | every rank, at the N-th exchange of that kind | every rank |
+| `OCCASION/N/read/RANK` | a rank that has heard all of it | the rank that serves the store, before it goes on |
 | `waits/RANK` | a rank that has waited for seconds | ranks that wait as well |
 | `raised/RANK` | a rank whose forward raised, which its script may catch | ranks that wait for it for long |
 | `process/RANK` | every rank, when its board is made and when it leaves | ranks that wait for it in the store |
@@ -263,9 +264,20 @@ class FailureBoard:
                     if len(said) == self.world or time.monotonic() > deadline:
                         break
                     time.sleep(_POLL_S)
+                if len(said) == self.world:
+                    self._let_read(key, deadline)
         except (RuntimeError, OSError):
-            return {self.rank: text}
+            return said if len(said) == self.world else {self.rank: text}
         return said
+
+    def _let_read(self, key: str, deadline: float) -> None:
+        """Whoever serves the store may end by what was said, and the store with it: it stays until all have heard that."""
+        if not self._serves_store:
+            self._store.set(f"{key}/read/{self.rank}", "1")
+            return
+        read = [f"{key}/read/{rank}" for rank in self.members if rank != self.rank]
+        while not self._store.check(read) and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
 
     def roll_call(self, where: str, wait_s: float) -> Roll:
         """Who answers within `wait_s`, and where each of them is; all others call it too.
