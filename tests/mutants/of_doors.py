@@ -12,7 +12,16 @@ HISTORY = "src/phalanx/launch/elastic/history.py"
 DISK = "src/phalanx/checkpoint/storage/disk.py"
 SOURCE = "src/phalanx/checkpoint/source.py"
 
+RUNS = "src/phalanx/launch/records/runs.py"
+
 MUTATIONS = (
+    Mutation(
+        name="doors: all of every run's record is kept for a list of runs",
+        file=RUNS,
+        old="RunInfo(record.parent, _listed(facts), record.stat().st_mtime)",
+        new="RunInfo(record.parent, facts, record.stat().st_mtime)",
+        tests="tests/security/test_folders.py::test_long_records_of_many_runs_do_not_fill_the_memory_together",
+    ),
     Mutation(
         name="doors: workers look for modules in the working directory first",
         file=ORDER,

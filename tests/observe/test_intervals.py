@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.observe.intervals import Interval, clip, difference, intersection, length, rows, union
+from phalanx.observe.intervals import Covered, Interval, clip, difference, intersection, length, rows, union
 
 pairs = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), max_size=12)
 
@@ -60,3 +61,13 @@ def test_rows_never_overlap_and_are_as_few_as_the_deepest_moment(given: list[Int
         assert length(mine) == len(moments(mine))
     deepest = max((sum(start <= at < end for start, end in spans) for at in range(41)), default=0)
     assert len(set(assigned)) == deepest
+
+
+@given(pairs, st.integers(0, 40), st.integers(0, 40))
+def test_how_much_is_covered_is_known_without_cutting_it_out(given: list[Interval], start: int, end: int) -> None:
+    assert Covered(union(given)).between(start, end) == length(clip(union(given), start, end))
+
+
+@pytest.mark.timeout(20)
+def test_many_that_overlap_find_their_rows_at_once() -> None:
+    assert rows([(at, 1 << 40) for at in range(40_000)]) == [*range(40_000)]

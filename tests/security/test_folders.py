@@ -9,7 +9,7 @@ import signal
 import socket
 import subprocess
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,8 @@ from phalanx.cli.console import visible
 from phalanx.cli.main import cli
 from phalanx.errors import PhalanxError, StateError
 from phalanx.launch import rundir
+from phalanx.launch.elastic.story import Story
+from phalanx.launch.records.runs import list_runs
 from phalanx.launch.rundir import RunDirectory
 from phalanx.observe import run
 from tests.observe.synthetic import training_events, write_trace
@@ -180,3 +182,45 @@ def test_a_record_that_would_fill_the_memory_is_not_parsed(tmp_path: Path) -> No
     _, most = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert most < 1 << 26
+
+
+_MANY = 40_000
+_FORMING: dict[str, Any] = {"event": "forming", "at_ns": 0, "generation": 1, "members": [], "came": []}
+_FORMED = {"event": "formed", "at_ns": 0, "generation": _MANY, "step": 1, "rolled": 0, "abandoned": 0, "paused_s": 0}
+_LARGE: dict[str, Any] = _FORMING | {"members": [*range(_MANY)]}
+LONG_STORIES: dict[str, Callable[[], Iterable[dict[str, Any]]]] = {
+    "ends of workers that nobody knows": lambda: (
+        one
+        for number in range(_MANY)
+        for one in (_FORMING | {"generation": number}, {"event": "ended", "at_ns": 0, "worker": number, "code": 1})
+    ),
+    "generations that are formed again and again": lambda: (
+        one for number in range(_MANY + 1) for one in (_FORMING | {"generation": number}, _FORMED)
+    ),
+    "signals to one of many": lambda: [_LARGE, *_MANY * [{"event": "woken", "at_ns": 0, "worker": 1}]],
+    "losses of nobody among many": lambda: [_LARGE, *_MANY * [{"event": "lost", "at_ns": 0, "worker": -1, "code": 1}]],
+    "many who come": lambda: [
+        *2 * [_LARGE | {"generation": _MANY, "came": [[one, 1.0] for one in range(_MANY)]}],
+        _FORMED,
+    ],
+}
+
+
+@pytest.mark.parametrize("kind", LONG_STORIES)
+def test_an_event_takes_no_longer_after_many_others(kind: str) -> None:
+    story = Story()
+    for record in LONG_STORIES[kind]():
+        story.add(record)
+    assert story.generations
+
+
+def test_long_records_of_many_runs_do_not_fill_the_memory_together(tmp_path: Path) -> None:
+    for number in range(8):
+        make_run(tmp_path, f"2020010{number}-enemy", state="finished", more=[[]] * (1 << 14), nproc=[[]] * (1 << 14))
+    make_run(tmp_path, "20200109-mine", state="finished", nproc=7)
+    tracemalloc.start()
+    found = list_runs(tmp_path)
+    left, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert left < 1 << 19 and len(found) == 9
+    assert (found[0].facts["nproc"], found[0].state, found[1].state) == (7, "finished", "finished")

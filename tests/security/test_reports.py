@@ -20,7 +20,9 @@ from phalanx.compile.stitch import CUTS
 from phalanx.errors import StateError
 from phalanx.observe import perfetto, report, trace
 from phalanx.observe.figures.findings import findings
+from phalanx.observe.figures.timeline import MOST_PIECES, timeline
 from phalanx.observe.run import load
+from phalanx.observe.stats import bucket_times, passes
 from tests.observe.synthetic import MS, plan, training_events, write_trace
 from tests.security.intruder import NOBODY, needs_root
 
@@ -178,3 +180,20 @@ def test_a_page_tells_the_owner_of_the_folder_nothing_of_ours(tmp_path: Path) ->
     assert "harmless" in page.read_text() and "my password" not in page.read_text()
     # Links to records and traces of ours are followed: so nobody else may read the page where they can.
     assert page.stat().st_mode & 0o777 == 0o600
+
+
+CROSSED: dict[str, tuple[str, str]] = {"collectives": ("reduce", "forward"), "backwards": ("backward", "waiting")}
+
+
+@pytest.mark.parametrize("kind", CROSSED)
+def test_spans_that_all_lie_across_each_other_neither_take_for_ever_nor_fill_the_memory(tmp_path: Path, kind: str) -> None:
+    # By pairs, these were tens of millions of pieces, each a bar on the page.
+    long, short = CROSSED[kind]
+    events: list[list[Any]] = training_events(0, 1)
+    events += [["span", long, MS + at, 9 * MS - at, 1, {"bucket": 0, "bytes": 4}] for at in range(5_000)]
+    events += [["span", short, 2 * MS + 4 * at, 2 * MS + 4 * at + 2, 1, {}] for at in range(5_000)]
+    write_trace(tmp_path, 0, 1, events)
+    run = load(tmp_path)
+    assert bucket_times(run) and len(passes(run.ranks[0])) >= 1 and perfetto.events(run)
+    drawn = [len(rank["communication"]) for one in timeline(run)["passes"] for rank in one["ranks"]]
+    assert max(drawn) <= 2 * MOST_PIECES

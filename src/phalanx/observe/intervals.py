@@ -5,8 +5,10 @@ A set is a list of (start, end) pairs, sorted, disjoint and not empty; `union` m
 
 from __future__ import annotations
 
+import heapq
 from bisect import bisect_left
 from collections.abc import Iterable
+from itertools import accumulate
 
 Interval = tuple[int, int]
 
@@ -75,16 +77,33 @@ def clip(intervals: list[Interval], start: int, end: int) -> list[Interval]:
     return part
 
 
+class Covered:
+    """How much of a set lies between two moments, however many of its intervals do."""
+
+    def __init__(self, intervals: list[Interval]) -> None:
+        self._intervals = intervals
+        self._before = [0, *accumulate(end - start for start, end in intervals)]
+
+    def between(self, start: int, end: int) -> int:
+        """The time that is covered there."""
+        return self._until(end) - self._until(start) if end > start else 0
+
+    def _until(self, moment: int) -> int:
+        at = bisect_left(self._intervals, (moment,))
+        # The last one may go on beyond the moment.
+        return self._before[at] - (max(0, self._intervals[at - 1][1] - moment) if at else 0)
+
+
 def rows(pairs: list[Interval]) -> list[int]:
     """For each pair the row it is drawn in, as few rows as possible, none overlapping in its row."""
-    ends: list[int] = []
+    busy: list[tuple[int, int]] = []  # until when, and the row
+    free: list[int] = []
     assigned = [0] * len(pairs)
     for index in sorted(range(len(pairs)), key=lambda index: pairs[index]):
         start, end = pairs[index]
-        row = next((row for row, last in enumerate(ends) if last <= start), len(ends))
-        if row == len(ends):
-            ends.append(end)
-        else:
-            ends[row] = end
+        while busy and busy[0][0] <= start:
+            heapq.heappush(free, heapq.heappop(busy)[1])
+        row = heapq.heappop(free) if free else len(busy)  # none is free: as many are busy as there are
+        heapq.heappush(busy, (end, row))
         assigned[index] = row
     return assigned

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import json
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,14 @@ class RankTrace:
 
     def curve(self, name: str) -> list[Scalar]:
         """The points of one curve."""
-        return [scalar for scalar in self.scalars if scalar.name == name]
+        return self._curves.get(name, [])
+
+    @cached_property
+    def _curves(self) -> dict[str, list[Scalar]]:
+        found: dict[str, list[Scalar]] = {}
+        for scalar in self.scalars:
+            found.setdefault(scalar.name, []).append(scalar)
+        return found
 
 
 @dataclass
@@ -237,4 +245,5 @@ def _place(raw: _RawTrace, zero: int) -> RankTrace:
     raw.events = []  # of a long run both forms together would not fit
     rank.spans.sort(key=lambda span: (span.start, -span.end))
     rank.instants.sort(key=lambda instant: instant.at)
+    rank.scalars.sort(key=lambda scalar: scalar.at)
     return rank

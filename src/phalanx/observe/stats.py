@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 import statistics
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 from phalanx.observe import trace
 from phalanx.observe.generations import parts
-from phalanx.observe.intervals import Interval, clip, difference, intersection, length, union
+from phalanx.observe.intervals import Covered, Interval, difference, intersection, length, union
 from phalanx.observe.run import RankTrace, Run, Span
 
 SMOOTHED_STEPS = 20
@@ -140,8 +141,10 @@ def passes(rank: RankTrace) -> list[Pass]:
     found = []
     for index, (backward, start) in enumerate(zip(backwards, starts, strict=True)):
         end = starts[index + 1] if index + 1 < len(starts) else last
-        worked = difference([(backward.start, backward.end)], clip(waiting, backward.start, backward.end))
-        arrival = worked[-1][1] if worked else backward.end
+        # Looked up, and not cut out: backwards of a trace from elsewhere may all lie in each other.
+        at = bisect_left(waiting, (backward.end,)) - 1
+        stands = at >= 0 and waiting[at][0] > backward.start and waiting[at][1] >= backward.end
+        arrival = waiting[at][0] if stands else backward.end
         found.append(Pass(index, start, max(end, backward.end), (backward.start, backward.end), arrival))
     return found
 
@@ -184,10 +187,10 @@ def bucket_times(run: Run) -> list[BucketTimes]:
     """Each bucket's collectives over the run: reductions, and gathers where parameters are sharded."""
     spans: dict[int, list[tuple[Span, int]]] = {}
     for rank in run.ranks:
-        busy = working(rank)
+        busy = Covered(working(rank))
         for span in rank.named(*COMMUNICATION):
             if span.bucket is not None:
-                spans.setdefault(span.bucket, []).append((span, length(clip(busy, span.start, span.end))))
+                spans.setdefault(span.bucket, []).append((span, busy.between(span.start, span.end)))
     return [_of_bucket(bucket, found) for bucket, found in sorted(spans.items())]
 
 

@@ -175,22 +175,28 @@ class Story:
     """Their process ids, for who wants to send one a signal."""
     ended_ns: dict[int, int] = field(default_factory=dict)
     """When it ended, of those that have."""
-    _came: list[tuple[int, float]] = field(default_factory=list)  # who is in the newest generation and was not before
+    # Kept rather than looked for: a record costs the same after a hundred thousand others, of a long run or of an enemy's.
+    _by_number: dict[int, Generation] = field(default_factory=dict)
+    _last: dict[int, int] = field(default_factory=dict)  # the ranks of the newest generation, by worker
+    _alive: dict[int, int] = field(default_factory=dict)  # of those, who is not gone
+    _joined: set[int] = field(default_factory=set)  # workers that were ever in a generation
+    _came: dict[int, float] = field(default_factory=dict)  # who is in the newest generation and was not before
     _num_settled: int = 0  # events whose step is known
     _gone: set[int] = field(default_factory=set)  # workers that have ended, or are about to
 
     @property
     def ranks(self) -> dict[int, int]:
         """Who trains, and as which rank, by worker; of a run that has ended, who did at last."""
-        last = self.generations[-1].members if self.generations else ()
-        alive = {worker: rank for rank, worker in enumerate(last) if worker not in self._gone}
-        return alive or {worker: rank for rank, worker in enumerate(last)}
+        return dict(self._alive or self._last)
 
     @property
     def coming(self) -> list[int]:
         """Workers that were started and have not joined yet."""
-        joined = {worker for one in self.generations for worker in one.members}
-        return [worker for worker in self.started_ns if worker not in joined and worker not in self._gone]
+        return [worker for worker in self.started_ns if worker not in self._joined and worker not in self._gone]
+
+    def generation(self, number: int) -> Generation | None:
+        """The first of that number; None where the file was cut."""
+        return self._by_number.get(number)
 
     def count(self, what: What) -> int:
         """How often it happened."""
@@ -233,7 +239,7 @@ class Story:
                 self._leave(int(record["worker"]), at_ns)
                 return [Event(What.LEFT, at_ns, number, worker=worker, rank=rank)]
             case "not started":
-                self._gone.add(int(record["worker"]))
+                self._go(int(record["worker"]))
                 return [Event(What.FAILED_TO_JOIN, at_ns, number, worker=worker, why=str(record["why"]))]
             case "scale":
                 return [Event(What.SCALED, at_ns, number, world=int(record["wanted"]))]
@@ -254,19 +260,24 @@ class Story:
         if self.generations and self.generations[-1].until_ns is None:
             self.generations[-1].until_ns = at_ns
         members = tuple(int(worker) for worker in record["members"])
-        self.generations.append(Generation(int(record["generation"]), members, at_ns))
-        if len(self.generations) == 1 and self.generations[0].number == 1:
-            self.generations[0].went_on_ns = at_ns
+        generation = Generation(int(record["generation"]), members, at_ns)
+        self.generations.append(generation)
+        self._by_number.setdefault(generation.number, generation)
+        self._last = {worker: rank for rank, worker in enumerate(members)}
+        self._alive = {worker: rank for worker, rank in self._last.items() if worker not in self._gone}
+        self._joined.update(members)
+        if len(self.generations) == 1 and generation.number == 1:
+            generation.went_on_ns = at_ns
             return  # the first ones did not come to anybody
-        came = [(int(worker), float(seconds)) for worker, seconds in record["came"]]
+        came = {int(worker): float(seconds) for worker, seconds in record["came"]}
         # Whoever came to a generation that broke before it went on has not been told of yet.
-        self._came = [one for one in self._came if one[0] in members] + [one for one in came if one not in self._came]
+        self._came = {worker: since for worker, since in self._came.items() if worker in self._last} | came
 
     def _formed(self, record: Record, at_ns: int) -> list[Event]:
         number, step = int(record["generation"]), int(record["step"])
-        generation = next((one for one in self.generations if one.number == number), None)
+        generation = self.generation(number)
         if generation is None:
-            return []  # the file was cut
+            return []
         generation.went_on_ns, generation.step = at_ns, step
         pending = self.events[self._num_settled :]
         breaks = [event for event in pending if event.what in _BREAKS and event.rank is not None]
@@ -276,10 +287,9 @@ class Story:
             made.append(Event(What.ROLLED_FORWARD, at_ns, number, step))
         if record["abandoned"]:
             made.append(Event(What.ABANDONED, at_ns, number, step + 1))
-        for worker, since_start in self._came:
-            rank = generation.members.index(worker) if worker in generation.members else None
-            made.append(Event(What.JOINED, at_ns, number, step, since_start, worker, rank))
-        self._came = []
+        for worker, since_start in self._came.items():
+            made.append(Event(What.JOINED, at_ns, number, step, since_start, worker, self._last.get(worker)))
+        self._came = {}
         why = "a rank was lost" if breaks else ""
         return [*made, Event(What.FORMED, at_ns, number, step, seconds, world=len(generation.members), why=why)]
 
@@ -291,19 +301,22 @@ class Story:
     # -- workers -------------------------------------------------------------------------------
 
     def _rank(self, worker: int | None, said: int | None) -> int | None:
-        return self.ranks.get(-1 if worker is None else worker) if said is None else said
+        return (self._alive or self._last).get(-1 if worker is None else worker) if said is None else said
+
+    def _go(self, worker: int) -> None:
+        self._gone.add(worker)
+        self._alive.pop(worker, None)
 
     def _leave(self, worker: int, at_ns: int) -> None:
-        self._gone.add(worker)
-        last = self.generations[-1] if self.generations else None
-        if last is not None and worker in last.members and last.until_ns is None:
-            last.until_ns = at_ns
+        self._go(worker)
+        if worker in self._last and self.generations[-1].until_ns is None:
+            self.generations[-1].until_ns = at_ns
 
     def _ended(self, record: Record, at_ns: int, number: int) -> list[Event]:
         worker, code = int(record["worker"]), record.get("code")
         self.ended_ns[worker] = at_ns
-        is_news = worker not in self._gone and not any(worker in one.members for one in self.generations)
-        self._gone.add(worker)
+        is_news = worker not in self._gone and worker not in self._joined
+        self._go(worker)
         if not is_news or code == 0:
             return []
         return [Event(What.FAILED_TO_JOIN, at_ns, number, worker=worker, why=how(code))]

@@ -25,6 +25,7 @@ class RunInfo:
 
     path: Path
     facts: dict[str, Any]
+    """Of its record; where many runs are listed, what `_LISTED` names."""
     written_s: float
     """When its record was last changed."""
 
@@ -84,11 +85,28 @@ def list_runs(parent: str | os.PathLike[str]) -> list[RunInfo]:
     for record in Path(parent).glob(f"*/{FACTS}"):
         try:
             facts = RunDirectory(record.parent).facts()
-            found.append(RunInfo(record.parent, facts, record.stat().st_mtime))
+            found.append(RunInfo(record.parent, _listed(facts), record.stat().st_mtime))
         except (OSError, StateError):
             continue  # removed meanwhile, or torn by a full disk
     # By name first: it begins with the time at which the run was started.
     return sorted(found, key=lambda run: (run.path.name[:15], run.written_s), reverse=True)
+
+
+# What is asked of a run in a list. All else goes at once: a record may be long, and take thirty times as much in memory, and
+# there may be hundreds of them.
+_LISTED = ("state", "pid", "host", "process", "seconds", "nproc", "tracing", "elastic")
+_MOST_ITEMS, _MOST_LETTERS = 8, 200
+
+
+def _listed(facts: dict[str, Any]) -> dict[str, Any]:
+    return {name: facts[name] for name in _LISTED if name in facts and _is_short(facts[name])}
+
+
+def _is_short(value: Any, within: bool = False) -> bool:
+    if isinstance(value, dict | list):
+        items = value.values() if isinstance(value, dict) else value
+        return not within and len(value) <= _MOST_ITEMS and all(_is_short(item, within=True) for item in items)
+    return not isinstance(value, str) or len(value) <= _MOST_LETTERS
 
 
 def newest(parent: str | os.PathLike[str], traced: bool = False) -> RunInfo:

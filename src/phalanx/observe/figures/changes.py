@@ -50,7 +50,7 @@ def _change(run: Run, story: Story, events: list[Event]) -> Change:
     words = [str(event) for event in events if event.what is not What.FORMED]
     if formed is None:
         return Change(_seconds(run, first.at_ns), words, first.step, None, None, None)
-    generation = next((one for one in story.generations if one.number == formed.generation), None)
+    generation = story.generation(formed.generation)
     paused_ns = formed.at_ns - int(1e9 * (formed.seconds or 0.0))
     got_on_ns = generation.got_on_ns if generation is not None else None
     until_step = None if got_on_ns is None else (got_on_ns - paused_ns) / 1e9

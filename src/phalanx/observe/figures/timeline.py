@@ -13,6 +13,8 @@ from phalanx.observe.stats import COMMUNICATION, COMPUTE, pass_lengths, passes, 
 
 MOST_PASSES = 24
 MOST_RANKS = 16
+MOST_PIECES = 20_000
+"""Bars of a rank's communication in a pass. No run has as many; in a made-up trace each span may be cut by each other."""
 MOST_LENGTHS = 600
 """Lengths of passes that are drawn; of a longer run every n-th, the longest of its neighbourhood."""
 
@@ -86,7 +88,7 @@ def _telling_passes(lengths: list[int], begins: list[int]) -> list[tuple[int, st
     if count == 0:
         return []
     # The first of ranks that are together anew makes what all others use.
-    steady = [k for k in range(count) if k not in begins] or list(range(count))
+    steady = sorted({*range(count)} - {*begins}) or list(range(count))
     usual = sorted(steady, key=lambda k: lengths[k])[len(steady) // 2]
     slowest = max(steady, key=lambda k: lengths[k])
     labels = {0: "first", count - 1: "last", slowest: "slowest", usual: "typical"}
@@ -129,11 +131,12 @@ def _rank_value(drawn: _Drawn, start: int, end: int) -> dict[str, Any]:
     moving = [span for span in inside if span.name in COMMUNICATION]
     placed = rows([(span.start, span.end) for span in moving])
     busy = clip(drawn.busy, start, end)
-    pieces = [
-        [span.name, span.bucket, row, ms(a), ms(b), hidden, span.attrs.get("bytes", 0), _span_ms(span)]
-        for span, row in zip(moving, placed, strict=True)
-        for a, b, hidden in _pieces(span, busy, start, end)
-    ]
+    pieces: list[list[Any]] = []
+    for span, row in zip(moving, placed, strict=True):
+        if len(pieces) > MOST_PIECES:
+            break
+        for a, b, hidden in _pieces(span, busy, start, end):
+            pieces.append([span.name, span.bucket, row, ms(a), ms(b), hidden, span.attrs.get("bytes", 0), _span_ms(span)])
     filled = [[ms(at), bucket] for at, bucket in drawn.filled if start <= at < end]
     return {"rank": drawn.rank, "compute": compute, "communication": pieces, "filled": filled}
 
