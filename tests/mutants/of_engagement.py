@@ -27,7 +27,7 @@ MUTATIONS = (
     Mutation(
         name="overlap: backwards of a wrapper that was left for another one are stepped by nobody",
         file=OVERLAP,
-        old="            former.reducer.listeners.append(LeftWrapper(partial(_is_in_use, weakref.ref(self))))\n",
+        old="            former.reducer.listeners.add(LeftWrapper(partial(_is_in_use, weakref.ref(self))))\n",
         new="",
         tests="tests/zero/test_successors.py",
     ),

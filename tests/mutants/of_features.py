@@ -23,8 +23,8 @@ MUTATIONS = (
     Mutation(
         name="steps: steps of plain optimizers are not counted",
         file=STEPS,
-        old="            count.stepped(before, step)\n",
-        new="",
+        old="            count.stepped(before, _Step(part, optimizer))\n",
+        new="            pass\n",
         tests="tests/mismatch/test_mismatch.py::test_a_setting_that_differs_is_an_error_on_every_rank",
     ),
     Mutation(
@@ -37,23 +37,30 @@ MUTATIONS = (
     Mutation(
         name="steps: options are those of the last step only",
         file=STEPS,
-        old="self.used, _read(self.groups, self.options)\n",
+        old="self.used, _read(self.groups, part.options)\n",
         new="self.used, self.used\n",
         tests="tests/mismatch/test_mismatch.py::test_a_setting_that_differs_is_an_error_on_every_rank",
     ),
     Mutation(
         name="steps: options that were used are not told",
         file=STEPS,
-        old="        return self.optimizer, self.left_out, self.options, self.used, _read",
-        new="        return self.optimizer, self.left_out, self.options, (), _read",
+        old="        return part.optimizer, part.left_out, part.options, self.used, _read",
+        new="        return part.optimizer, part.left_out, part.options, (), _read",
         tests="tests/mismatch/test_mismatch.py::test_a_setting_that_differs_is_an_error_on_every_rank",
     ),
     Mutation(
         name="steps: parameters that an optimizer has not are not told",
         file=STEPS,
-        old="        return self.optimizer, self.left_out, self.options, self.used, _read",
-        new='        return self.optimizer, "", self.options, self.used, _read',
+        old="        return part.optimizer, part.left_out, part.options, self.used, _read",
+        new='        return part.optimizer, "", part.options, self.used, _read',
         tests="tests/mismatch/test_mismatch.py::test_a_setting_that_differs_is_an_error_on_every_rank",
+    ),
+    Mutation(
+        name="steps: a loaded state leaves a step with the groups before it",
+        file=STEPS,
+        old="            if step is not None and step.part.of() is optimizer:\n",
+        new="            if step is not None and step.part.of() is None:\n",
+        tests="tests/mismatch/test_mismatch.py",
     ),
     Mutation(
         name="steps: what was told is not told anew with other options",
@@ -196,8 +203,8 @@ MUTATIONS = (
     Mutation(
         name="buffers: buffers always come from rank 0",
         file=BUFFERS,
-        old='            replicate(self.in_order(), collectives, source, "synchronising buffers")\n',
-        new='            replicate(self.in_order(), collectives, 0, "synchronising buffers")\n',
+        old='                replicate(tensors, collectives, source, "synchronising buffers")\n',
+        new='                replicate(tensors, collectives, 0, "synchronising buffers")\n',
         words="Conv",
         tests="tests/ddp/test_buffers.py tests/ddp/test_join.py",
     ),

@@ -45,8 +45,8 @@ MUTATIONS = (
     Mutation(
         name="order: at the end of backward each wrapper goes to its own end at once",
         file=REDUCER,
-        old="            take_turns([reducer.end() for reducer in sharing])\n",
-        new="            for reducer in sharing:\n                take_turns([reducer.end()])\n",
+        old="                take_turns([reducer.end() for reducer in sharing])\n",
+        new="                for reducer in sharing:\n                    take_turns([reducer.end()])\n",
         tests=TESTS,
     ),
     Mutation(
@@ -59,8 +59,9 @@ MUTATIONS = (
     Mutation(
         name="order: ranks agree on the reduction when a pass begins, and not in launch order",
         file=FLIGHT,
-        old="            listener.pass_began(joined)\n",
-        new="            listener.pass_began(joined)\n            listener.launches_begin(joined)\n",
+        old="        reducer.listeners.tell(Listener.pass_began, joined)\n",
+        new="        reducer.listeners.tell(Listener.pass_began, joined)\n"
+        "        reducer.listeners.tell(Listener.launches_begin, joined)\n",
         tests=TESTS,
     ),
     Mutation(

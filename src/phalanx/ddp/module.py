@@ -191,13 +191,13 @@ class DistributedDataParallel(TorchBase):
         self.timeline = Timeline(self.reducer)
         self.first_inputs = FirstInputs()
         settings = TailSettings(self.reducer, StepCount(self))
-        self.reducer.listeners += [self.timeline, *notices(self, self.first_inputs), settings]
+        self.reducer.listeners.add(self.timeline, *notices(self, self.first_inputs), settings)
         if self._low is not None:
-            self.reducer.listeners.append(self._low)
+            self.reducer.listeners.add(self._low)
         if self.on_nonfinite is not None and self.on_nonfinite != "ignore":
-            self.reducer.listeners.append(NonFinite(self.reducer, self.on_nonfinite))
+            self.reducer.listeners.add(NonFinite(self.reducer, self.on_nonfinite))
         if self.check_drift_every is not None:
-            self.reducer.listeners.append(DriftCheck(self, self.check_drift_every))
+            self.reducer.listeners.add(DriftCheck(self, self.check_drift_every))
         verify_before_state(self.module, self)
         _ = self.collectives.board  # from now on the other ranks are told if this process ends by an exception
         announce(self)
@@ -344,9 +344,9 @@ class DistributedDataParallel(TorchBase):
         return self.require_forward_param_sync and self.forward_sync_buffers and bool(self.buffer_sync.named())
 
     def _sync_buffers_at(self, location: BufferHookLocation) -> None:
-        if self.forward_sync_buffers and self.buffer_sync.due(location) and self.will_sync_module_buffers():
-            source = common_rank(self, True) if self._join_config.enable else 0
-            self.buffer_sync.run(self.collectives, source)
+        if self.forward_sync_buffers and self.require_forward_param_sync and self.buffer_sync.due(location):
+            asks = self._join_config.enable and self.will_sync_module_buffers()  # as ranks that have joined do
+            self.buffer_sync.run(self.collectives, common_rank(self, True) if asks else 0)
 
     # -- what users call around training -------------------------------------------------------
 

@@ -127,7 +127,7 @@ def watch(value: Any, on_backward: Callable[[], None]) -> Watched:
     so that repeated forwards leave no hooks behind on it.
     """
     num_watched, sees_all, nodes = 0, True, list[int]()
-    for part in _parts(value):
+    for part in (value,) if type(value) is torch.Tensor else _parts(value):
         if not isinstance(part, torch.Tensor):
             sees_all = sees_all and isinstance(part, _PLAIN)
         elif part.requires_grad:

@@ -20,7 +20,7 @@ import torch
 from ..observe import trace
 from ..observe.live.pulse import COMPUTING, WAITING, pulse
 from .device_times import BACKWARD_END, BACKWARD_START, FORWARD_END, FORWARD_START, PASS_END, DeviceMoments
-from .reducer.listener import Listener
+from .passes.listener import Listener
 
 if TYPE_CHECKING:
     from .buckets.bucket import Bucket

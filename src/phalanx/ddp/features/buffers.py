@@ -71,7 +71,8 @@ class BufferSync:
     def run(self, collectives: Collectives, source: int) -> None:
         """Synchronise now: by the user's hook if there is one, else from rank `source`."""
         if self.hook is None:
-            replicate(self.in_order(), collectives, source, "synchronising buffers")
+            if tensors := self.in_order():
+                replicate(tensors, collectives, source, "synchronising buffers")
             return
         named = self.named()
         if not named:

@@ -21,7 +21,7 @@ import torch
 from ...optim.in_backward import in_backward_optimizers
 from ...optim.options import comparable, own_options
 from ..buckets.bucket import Bucket
-from ..reducer.listener import Listener
+from ..passes.listener import Listener
 from .settings import carry
 from .torch_in_backward import TorchInBackward, torch_in_backward
 
@@ -128,7 +128,7 @@ def adopt(ddp: DistributedDataParallel) -> None:
     found += torch_in_backward(param for param in reducer.params if id(param) not in of_torch)
     if not found:
         return
-    reducer.listeners += [StepInBackward(one, reducer.params) for one in found]
+    reducer.listeners.add(*(StepInBackward(one, reducer.params) for one in found))
     common = CommonOptimizers(ddp, [*taken, *found])
     carry(reducer, common, common.words)
 

@@ -38,8 +38,8 @@ from torch.utils.hooks import RemovableHandle
 from ...optim.engine import BackwardEnd, current_backward
 from ...plan.params import gradient_dtype
 from ..frames import untraced
+from ..passes.listener import Listener
 from ..reducer.hooks import remove_all
-from ..reducer.listener import Listener
 from ..structure import map_tensors
 
 _NONE: Mapping[int, torch.Tensor] = {}

@@ -58,47 +58,31 @@ Values = tuple[tuple[Any, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What an optimizer has of one wrapper: the numbers of the groups with parameters of it, and the names of those that
-    it has not."""
+    """What an optimizer has of one wrapper; found once, not in every step. Of one that compares itself, its name only."""
 
-    groups: tuple[int, ...]
-    left_out: str
-
-
-@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
-class _Step:
-    """One step of an optimizer. Its groups are held until the next pass: ranks free an optimizer at different moments."""
-
+    of: weakref.ref[torch.optim.Optimizer]
     optimizer: str
     left_out: str  # in words, what of the wrapper's parameters it does not have
     options: tuple[str, ...]
     numbers: tuple[int, ...]  # of the groups that have parameters of the wrapper
-    groups: list[dict[str, Any]]
-    used: Values
 
-    @classmethod
-    def of(cls, optimizer: torch.optim.Optimizer, part: _Part) -> _Step:
-        if optimizer in _compare_themselves:
-            return cls(type(optimizer).__name__, "", (), (), [], ())
-        numbers = part.groups
-        groups = [optimizer.param_groups[number] for number in numbers]
-        options = _compared(own_options(optimizer))
-        return cls(type(optimizer).__name__, part.left_out, options, numbers, groups, _read(groups, options))
 
-    def loaded(self, optimizer: torch.optim.Optimizer) -> None:
-        """The optimizer has loaded a state, by which it has other groups: the next step is made by these."""
-        self.groups[:] = [optimizer.param_groups[number] for number in self.numbers]
+class _Step:
+    """One step of an optimizer. Its groups are held until the next pass: ranks free an optimizer at different moments."""
+
+    __slots__ = ("groups", "part", "used")
+
+    def __init__(self, part: _Part, optimizer: torch.optim.Optimizer) -> None:
+        self.part = part
+        self.groups = [optimizer.param_groups[number] for number in part.numbers]
+        self.used = _read(self.groups, part.options)
 
     @property
     def values(self) -> tuple[str, str, tuple[str, ...], Values, Values]:
         """All that ranks have in common, with the options as they are now. Not the groups' numbers: one rank may have
         others before them, of parameters that are its own."""
-        return self.optimizer, self.left_out, self.options, self.used, _read(self.groups, self.options)
-
-
-@cache
-def _compared(options: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(name for name in options if not any(word in name for word in _RANKS_OWN))
+        part = self.part
+        return part.optimizer, part.left_out, part.options, self.used, _read(self.groups, part.options)
 
 
 # Twice in every step: a call per value would be felt by models whose steps take a millisecond.
@@ -144,16 +128,29 @@ class StepCount:
         """What it has of the wrapper, if anything."""
         numbered = [(n, id(param)) for n, group in enumerate(optimizer.param_groups) for param in group["params"]]
         groups = sorted({n for n, one in numbered if one in self._names})
+        if not groups:
+            return None
+        kind = type(optimizer).__name__
+        if optimizer in _compare_themselves:
+            return _Part(weakref.ref(optimizer), kind, "", (), ())
         there = {one for _, one in numbered}
         names = [name for one, name in self._names.items() if one not in there]
         rest = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
         left_out = ", ".join(names[:_MOST_NAMES]) + rest or "none"
-        return _Part(tuple(groups[:: -(-len(groups) // _MOST_GROUPS) or 1]), left_out) if groups else None
+        options = tuple(name for name in own_options(optimizer) if not any(word in name for word in _RANKS_OWN))
+        numbers = tuple(groups[:: -(-len(groups) // _MOST_GROUPS)])
+        return _Part(weakref.ref(optimizer), kind, left_out, options, numbers)
 
     def stepped(self, before: int, step: _Step) -> None:
         """A step has ended, at whose begin there were `before`: steps inside of it, if there were any, are part of it."""
         del self._steps[max(0, before - self._num_before) :]
         self._steps.append(step)
+
+    def loaded(self, optimizer: torch.optim.Optimizer) -> None:
+        """It has loaded a state, by which it has other groups: the next step is made by these."""
+        for step in (*self._steps, self._told_step):
+            if step is not None and step.part.of() is optimizer:
+                step.groups = [optimizer.param_groups[number] for number in step.part.numbers]
 
     def prepare(self, joined: bool) -> None:
         """Nothing is exchanged before a pass."""
@@ -233,14 +230,15 @@ class _Stepped:
 _counts: weakref.WeakSet[StepCount] = weakref.WeakSet()
 # Found once per optimizer, not in every step.
 _known: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Stepped] = weakref.WeakKeyDictionary()
-# Steps that no pass has told yet.
-_untold: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.WeakSet[_Step]] = weakref.WeakKeyDictionary()
+# Those that say when they have loaded a state.
+_say_loaded: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 _compare_themselves: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 
 def compares_itself(optimizer: torch.optim.Optimizer) -> None:
     """Of this one only the number of steps is told: its ranks compare its options by other ways, and sooner."""
     _compare_themselves.add(optimizer)
+    _known.pop(optimizer, None)
 
 
 @cache
@@ -252,13 +250,13 @@ def _watch_steps() -> None:
 
 @untraced
 def _begins(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-    num_params = sum(len(group["params"]) for group in optimizer.param_groups)
+    num_params = sum([len(group["params"]) for group in optimizer.param_groups])
     known = _known.get(optimizer)
     if known is None or known.num_params != num_params:
         found = tuple((weakref.ref(count), part) for count in _counts if (part := count.part_of(optimizer)) is not None)
         known = _known[optimizer] = _Stepped(num_params, found, [])
-        if optimizer not in _untold:
-            _untold[optimizer] = weakref.WeakSet()
+        if optimizer not in _say_loaded:
+            _say_loaded.add(optimizer)
             optimizer.register_load_state_dict_post_hook(_loaded)
     known.before = [0 if (count := one()) is None else count.num_steps for one, _ in known.counts]
 
@@ -270,15 +268,13 @@ def _ended(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         return
     for (one, part), before in zip(known.counts, known.before, strict=True):
         if (count := one()) is not None:
-            step = _Step.of(optimizer, part)
-            count.stepped(before, step)
-            _untold[optimizer].add(step)
+            count.stepped(before, _Step(part, optimizer))
 
 
 @untraced
 def _loaded(optimizer: torch.optim.Optimizer) -> None:
-    for step in _untold[optimizer]:
-        step.loaded(optimizer)
+    for count in _counts:
+        count.loaded(optimizer)
 
 
 def _is_nought(rate: Any) -> bool:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..reducer.listener import Listener
+from ..passes.listener import Listener
 from .accumulation import Accumulation
 from .bad_gradients import BadGradients
 from .bypass import Bypass

@@ -31,7 +31,7 @@ import torch
 from ...comm.failure.folding import users_stacklevel
 from ..buckets.dense import DenseBucket
 from ..features.nonfinite import bad_names, is_bad
-from ..reducer.listener import Listener
+from ..passes.listener import Listener
 
 if TYPE_CHECKING:
     from ..reducer.reducer import Reducer

@@ -11,7 +11,7 @@ import weakref
 from typing import TYPE_CHECKING
 
 from ...comm.failure.folding import users_stacklevel
-from ..reducer.listener import Listener
+from ..passes.listener import Listener
 
 if TYPE_CHECKING:
     from ..module import DistributedDataParallel

@@ -17,7 +17,7 @@ import weakref
 from typing import TYPE_CHECKING
 
 from ...comm.failure.folding import users_stacklevel
-from ..reducer.listener import Listener
+from ..passes.listener import Listener
 from .first_inputs import FIRST, FirstInputs
 
 if TYPE_CHECKING:

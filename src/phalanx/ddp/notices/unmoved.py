@@ -12,7 +12,7 @@ import weakref
 from typing import TYPE_CHECKING
 
 from ...comm.failure.folding import users_stacklevel
-from ..reducer.listener import Listener
+from ..passes.listener import Listener
 from .fingerprint import Fingerprint, numbers_of
 
 if TYPE_CHECKING:

@@ -32,11 +32,13 @@ import torch
 
 from ...comm.collectives import Collectives
 from ...errors import ReductionError
+from ...optim.engine import unrecorded
 from ..buckets.bucket import Bucket, Stage
 from ..buckets.dense import DenseBucket
 from ..buckets.tail import Reading
 from ..messages import nests_elsewhere, out_of_step, unequal
 from .late import reduce_late_part
+from .listener import Listener
 from .order import reducers_alive
 from .settling import PlanState, find_late, mark_promised
 
@@ -172,8 +174,7 @@ class Pass:
             bucket.open()
         if reducer.options.as_views:
             _leave_moved(self.buckets)
-        for listener in reducer.listeners:
-            listener.pass_began(joined)
+        reducer.listeners.tell(Listener.pass_began, joined)
         self.strategy.pass_begins()
         for bucket in self.buckets:
             bucket.note_gradients()
@@ -194,8 +195,7 @@ class Pass:
         Not when the pass begins: wrappers that share a backward do so at other moments on other ranks.
         """
         if not self._has_agreed:
-            for listener in self.reducer.listeners:
-                listener.launches_begin(self.joined)
+            self.reducer.listeners.tell(Listener.launches_begin, self.joined)
             # Buckets may be of one size, so that the first follows the last as any other. A rank that leaves out what comes
             # between two backwards is to be noticed before it sends a bucket to ranks that wait for a few bytes.
             # By number: after a name that all wrappers have in common, the first bucket of any of them would be a known one.
@@ -208,7 +208,7 @@ class Pass:
         """More gradient for the same parameter: only a nested backward brings it."""
         self._nests = True
 
-    @torch.no_grad()
+    @unrecorded
     def large_arrived(self, bucket: DenseBucket, place: int, param: torch.Tensor) -> None:
         """Pack a large gradient while it is in the cache, unless somebody may still change it or add to it."""
         may_pack = self.reducer.state is REDUCING and self.strategy.packs_on_arrival and self._shares is not None
@@ -217,8 +217,7 @@ class Pass:
 
     def filled(self, bucket: Bucket, param: torch.Tensor) -> None:
         """The last gradient of a bucket has arrived."""
-        for listener in self.reducer.listeners:
-            listener.bucket_full(bucket)
+        self.reducer.listeners.tell(Listener.bucket_full, bucket)
         if self.reducer.state is REDUCING and self.reducer.hooks.is_final(param):
             self.launch_ready()
 
@@ -243,7 +242,7 @@ class Pass:
         """
         return self.next < len(self.buckets) - 1
 
-    @torch.no_grad()
+    @unrecorded
     def _take_and_send(self, bucket: Bucket) -> None:
         self.agree()
         self.make_way(bucket)
@@ -290,10 +289,9 @@ class Pass:
         # Not before: a hook that raises has launched nothing, and the bucket is still to be sent.
         bucket.mark_in_flight()
         self.next = max(self.next, bucket.index + 1)
-        for listener in self.reducer.listeners:
-            listener.bucket_sent(bucket)
+        self.reducer.listeners.tell(Listener.bucket_sent, bucket)
 
-    @torch.no_grad()
+    @unrecorded
     def make_way(self, bucket: Bucket) -> None:
         """Give out the bucket that left `lag` before this one, if the strategy has such a limit."""
         lag = self.strategy.lag
@@ -307,7 +305,7 @@ class Pass:
 
     # -- end of backward -----------------------------------------------------------------------
 
-    @torch.no_grad()
+    @unrecorded
     def flush_early_buckets(self) -> None:
         """Autograd is done: launch those that might have left before."""
         if self.reducer.learnt.state is PlanState.FIXED:
@@ -315,7 +313,7 @@ class Pass:
         while self.has_early_buckets:
             self._take_and_send(self.buckets[self.next])
 
-    @torch.no_grad()
+    @unrecorded
     def flush_last_bucket(self) -> None:
         """Launch the last one, with which nothing is left to launch."""
         self._take_and_send(self.buckets[-1])
@@ -327,7 +325,7 @@ class Pass:
             if bucket.stage is Stage.IN_FLIGHT:
                 self.strategy.settle(bucket, self.where(bucket))
 
-    @torch.no_grad()
+    @unrecorded
     def complete(self) -> None:
         """Wait for all buckets, then give out their means: nothing is overwritten before all is known to be right."""
         self.collect()
@@ -419,8 +417,7 @@ class Pass:
         if self.reducer.layout.on_device:
             self.reducer.streams.hold(bucket)
         self.strategy.give(bucket, self.wanted.get(bucket.index))
-        for listener in self.reducer.listeners:
-            listener.bucket_given(bucket)
+        self.reducer.listeners.tell(Listener.bucket_given, bucket)
 
     @property
     def has_used_means(self) -> bool:

@@ -38,13 +38,13 @@ from ..passes.arming import Arming, Beginning, Ending, Forward
 from ..passes.backward import FAILED, IDLE, MISSED, OBSERVING, REDUCING, Pass, PassState
 from ..passes.joined import give_up, take_part
 from ..passes.late_checks import LateChecks
+from ..passes.listener import Listener, Listeners
 from ..passes.order import order_of, take_turns
 from ..passes.settling import ChooseBuckets, Learnt, PlanMemory, PlanState, fix, settle
 from ..passes.shared import Sharers
 from ..passes.streams import GradientStreams
 from .hooks import GradientHooks
 from .layout import Layout
-from .listener import Listener
 from .strategy import AllReduce, Strategy
 
 
@@ -83,7 +83,7 @@ class Reducer(TorchReducer):
         self.weight: float | None = None  # this rank's share in the mean; None is 1 like everyone's
         self.step = 0
         self.num_rebuilds = 0
-        self.listeners: list[Listener] = []
+        self.listeners = Listeners()
         self.joined_take_means = False  # whether a rank without inputs is given the others' means
         self.learnt = Learnt(len(self.params))
         self.unused_names: list[str] = []  # in the last pass, by all ranks
@@ -120,8 +120,7 @@ class Reducer(TorchReducer):
             if repeats:
                 self.layout.hold_back(index)
         self.hooks.watch_all(self.params, self.layout.on_device)
-        for listener in self.listeners:
-            listener.plan_adopted()
+        self.listeners.tell(Listener.plan_adopted)
 
     def _note_kinds(self) -> None:
         """A first plan was made for the parameters as they are now. Those that follow it know them by its specs."""
@@ -199,8 +198,7 @@ class Reducer(TorchReducer):
         self.adopt(plan)
         if self.options.static_graph:
             fix(self)
-        for listener in self.listeners:
-            listener.plan_resumed()
+        self.listeners.tell(Listener.plan_resumed)
 
     @property
     def unreduced(self) -> dict[str, torch.nn.Parameter]:
@@ -279,8 +277,7 @@ class Reducer(TorchReducer):
             self.step += 1
             self.strategy.pass_lost()  # not before its last bucket: hooks have been called until here
             if failed is None and run is not None:  # of which listeners have heard only that it began
-                for listener in self.listeners:
-                    listener.pass_failed()
+                self.listeners.tell(Listener.pass_failed)
 
     # -- during backward -----------------------------------------------------------------------
 
@@ -298,8 +295,8 @@ class Reducer(TorchReducer):
         """A parameter got gradient while no pass was under way: the pass that begins with it, if one does."""
         beginning = self._arming.begin(self)
         if beginning is not Beginning.REDUCED:
-            for listener in self.listeners if beginning is Beginning.WENT_AROUND else ():
-                listener.went_around()
+            if beginning is Beginning.WENT_AROUND:
+                self.listeners.tell(Listener.went_around)
             return None
         # They launch first, and would not be waited for. One that has not begun by now has got no gradient on this rank.
         for other in self.order.before(self):
@@ -361,8 +358,7 @@ class Reducer(TorchReducer):
         self.order.keep(self)
         for bucket in self.buckets:
             bucket.abandon()
-        for listener in self.listeners:
-            listener.pass_failed()
+        self.listeners.tell(Listener.pass_failed)
         for bucket in self.buckets:
             bucket.replace_lost()  # last: listeners may have gradients of their own to give back
 
@@ -381,7 +377,8 @@ class Reducer(TorchReducer):
             return  # done together with another wrapper's
         sharing = self.order.sharing(ending)
         try:
-            take_turns([reducer.end() for reducer in sharing])
+            with torch.no_grad():  # when backward has ended, the mode is the user's again
+                take_turns([reducer.end() for reducer in sharing])
         finally:
             for reducer in sharing:
                 reducer._arming.ended()
@@ -392,11 +389,9 @@ class Reducer(TorchReducer):
         run = self.current
         if run is None or self.state < OBSERVING:
             # As after torch.autograd.grad, or a backward through a model that is frozen for it.
-            for listener in self.listeners:
-                listener.local_backward_ended()
+            self.listeners.tell(Listener.local_backward_ended)
             return
-        for listener in self.listeners:
-            listener.backward_ended()
+        self.listeners.tell(Listener.backward_ended)
         try:
             with nullcontext() if self.elsewhere is None else self.elsewhere(self):
                 self.state = pass_state.flush(self.state)
@@ -442,16 +437,14 @@ class Reducer(TorchReducer):
             for param in self.params:
                 self.hooks.is_final(param)  # hooks that users have put on since are known from the first step on
             settle(self, unused)
-        for listener in self.listeners:
-            listener.pass_ended()
+        self.listeners.tell(Listener.pass_ended)
         self.strategy.pass_over()
         if not was_settled and self.layout.on_device:
             # After the listeners, who may have changed how buckets are reduced: steps from the next one on make nothing.
             for bucket in self.buckets:
                 if isinstance(bucket, DenseBucket):
                     bucket.tail.prepare(bucket.device, bucket.tail_dtype)
-        for listener in self.listeners:
-            listener.pass_closed()
+        self.listeners.tell(Listener.pass_closed)
         self.late_checks.judge(self, before=self.step - 1)
         # Last: it may raise, on ranks with inputs only, when nothing is left that ranks do together.
         if missed and not run.joined and self.options.on_unused != "ignore":

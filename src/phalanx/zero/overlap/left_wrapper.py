@@ -31,4 +31,6 @@ class LeftWrapper(Listener):
 
 def take_over(reducer: Reducer) -> None:
     """An optimizer works for this reducer's wrapper from now on, whoever has left it before."""
-    reducer.listeners[:] = [listener for listener in reducer.listeners if not isinstance(listener, LeftWrapper)]
+    for listener in reducer.listeners:
+        if isinstance(listener, LeftWrapper):
+            reducer.listeners.remove(listener)

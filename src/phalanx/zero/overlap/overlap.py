@@ -178,12 +178,12 @@ class Overlap(Listener):
             earlier._leave(reducer)  # which is not to keep it alive either
         if former is not None and former is not wrapper:
             self._leave(former.reducer)
-            former.reducer.listeners.append(LeftWrapper(partial(_is_in_use, weakref.ref(self))))
+            former.reducer.listeners.add(LeftWrapper(partial(_is_in_use, weakref.ref(self))))
         take_over(reducer)
         self._wrapper = weakref.ref(wrapper)
         _latest[reducer] = weakref.ref(self)
         reducer.joined_take_means = True  # of which they own slices
-        reducer.listeners.append(self)
+        reducer.listeners.add(self)
         self.state = Engagement.OBSERVING
         self._scatter = None  # that of an earlier wrapper is of its buckets
         if self.sharded.choice.partition == "element" and not self._low_precision:

@@ -9,10 +9,14 @@ which they were added; what one raises ends the pass. Nobody but the reducer and
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
 if TYPE_CHECKING:
     from ..buckets.bucket import Bucket
+
+
+Arguments = ParamSpec("Arguments")
 
 
 class Listener:
@@ -61,3 +65,36 @@ class Listener:
 
     def plan_resumed(self) -> None:
         """The settled plan of an earlier run is in force, before the first pass of this one. Every rank is here."""
+
+
+class Listeners:
+    """Those of one reducer, in the order in which they were added."""
+
+    def __init__(self) -> None:
+        self._all: tuple[Listener, ...] = ()
+        # By event, the methods of those who do something then. Most hear of little, and there are a dozen events a step.
+        self._hearing: dict[Callable[..., None], list[Callable[..., None]]] = {}
+
+    def __iter__(self) -> Iterator[Listener]:
+        return iter(self._all)
+
+    def add(self, *listeners: Listener) -> None:
+        """From now on these hear too, after the others."""
+        self._set((*self._all, *listeners))
+
+    def remove(self, listener: Listener) -> None:
+        """This one hears of nothing more, but for the event that is being told."""
+        self._set(tuple(known for known in self._all if known is not listener))
+
+    def _set(self, listeners: tuple[Listener, ...]) -> None:
+        self._all, self._hearing = listeners, {}
+
+    def tell(self, event: Callable[Concatenate[Any, Arguments], None], *args: Arguments.args, **_: Arguments.kwargs) -> None:
+        """`event` has come about, a method of `Listener`."""
+        hearing = self._hearing.get(event)
+        if hearing is None:
+            name = event.__name__
+            hearing = [getattr(known, name) for known in self._all if getattr(type(known), name) is not event]
+            self._hearing[event] = hearing
+        for hear in hearing:
+            hear(*args)
