@@ -135,7 +135,9 @@ def generated(count):
 
 def calls(depth): return depth and calls(depth - 1) + sum(generated(3))
 
-def work():
+def work(begun=None):
+    if begun is not None:
+        os.write(begun, b".")  # in here, which is what the stack is to show
     while True:
         calls(30)
         exec("def made(): pass\\nfor _ in range(20): made()")
@@ -149,8 +151,7 @@ if __name__ == "__main__":
             _dump_stacks_when_ended()
             for _ in range(2):
                 threading.Thread(target=work, daemon=True).start()
-            os.write(ready, b".")
-            work()
+            work(ready)
         os.read(heard, 1)
         time.sleep(random.uniform(0.001, 0.02))
         os.kill(worker, signal.SIGTERM)
