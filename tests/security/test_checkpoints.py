@@ -19,7 +19,7 @@ from phalanx import Checkpointer
 from phalanx.checkpoint import source
 from phalanx.checkpoint.safetensors import read_safetensors
 from phalanx.checkpoint.source import read_torch_file
-from phalanx.checkpoint.storage import disk
+from phalanx.checkpoint.storage import disk, library
 from phalanx.checkpoint.storage.manifest import digest
 from phalanx.checkpoint.tree import decode
 from phalanx.cli.checkpoints import command
@@ -73,6 +73,7 @@ FORGERIES: dict[str, Forgery] = {
     "a dtype that is a function": lambda m: _state(m)["step"].__setitem__("dtype", "load"),
     "a number that is none": lambda m: _state(m)["step"].__setitem__("value", "x"),
     "one place many times": lambda m: m["extents"].extend(100 * m["extents"]),
+    "one tensor of a state at several places": lambda m: _state(m).__setitem__("more", _state(m)["exp_avg"]),
     "a step without end": lambda m: m["about"].__setitem__("step", float("inf")),
     "so many bytes that no time is long enough": lambda m: m["about"].__setitem__("total_bytes", 1e300),
     "fewer bytes than none": lambda m: m["about"].__setitem__("total_bytes", -1),
@@ -183,6 +184,25 @@ def test_a_small_file_that_would_fill_the_memory_is_refused(
         read_torch_file(str(path))
     torch.save({"weight": values, "tied": values}, path)
     assert read_torch_file(str(path)).whole("model/tied").shape == values.shape
+
+
+def test_names_that_would_fill_the_memory_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(source, "_ALWAYS_FITS_BYTES", 1 << 10)
+    forge(folder, lambda m: m["texts"]["model"].__setitem__("aliases", {f"x{n}": "weight" for n in range(100)}))
+    with pytest.raises(StateError, match="100 further names"):
+        shown(folder, "export", "torch", str(folder / "out.pt"))
+
+
+def test_one_tensor_is_not_copied_for_every_place_in_a_text(folder: Path) -> None:
+    (entry,) = library.entries(disk.Disk(), str(folder))
+    saved = source.CheckpointSource(disk.Disk(), entry)
+    saved.infos["model_extra/x"] = saved.infos["model/bias"]
+    saved._held["model_extra/x"] = saved._held["model/bias"]
+    saved.texts[0]["model"]["extra"] = {"a": {"@tensor": "x"}}
+    assert saved.model_extra()["a"].shape == (3,)
+    saved.texts[0]["model"]["extra"]["b"] = {"@tensor": "x"}
+    with pytest.raises(StateError, match="'x' at several places"):
+        saved.model_extra()
 
 
 def test_numbers_of_numpy_come_back() -> None:

@@ -17,7 +17,7 @@ import torch
 
 from ..errors import PhalanxError, StateError
 from ..zero.partition.storage import flatten, unflatten
-from ..zero.state.tree import describe
+from ..zero.state.tree import describe, leaves_of
 from .layout import Piece, spec_of, whole_piece
 from .reshard import Held, cover
 from .storage.disk import Disk, open_plain
@@ -72,13 +72,23 @@ class Source(abc.ABC):
         for one in told:
             for name, tree in one["states"].items():
                 states.setdefault(name, tree)
+        with self.reading(label):
+            for name, tree in states.items():
+                paths = [leaf.path for leaf in leaves_of(tree)]
+                if len(set(paths)) < len(paths):
+                    raise ValueError(f"the state of '{name:.60}' has one tensor at several places")
         return {**told[0], "states": states}
 
     def model_names(self) -> dict[str, str]:
         """The keys of the model's tensors by their names, shared ones under each of them."""
         found = {key.removeprefix("model/"): key for key in self.infos if key.startswith("model/")}
         aliases = self.texts[0].get("model", {}).get("aliases", {})
-        return {**found, **{name: f"model/{original}" for name, original in aliases.items()}}
+        found |= {name: f"model/{original}" for name, original in aliases.items()}
+        # Whoever writes them elsewhere makes a copy for each.
+        sizes = {key: self.infos[key].num_bytes for key in found.values() if key in self.infos}
+        if sum(sizes.get(key, 0) for key in found.values()) > max(_MOST_TIMES * sum(sizes.values()), _ALWAYS_FITS_BYTES):
+            raise StateError(f"{self.where} has {len(aliases)} further names for its tensors, which no model has.")
+        return found
 
     def model_extra(self) -> dict[str, Any]:
         """What the model's state has beside tensors."""
@@ -87,8 +97,16 @@ class Source(abc.ABC):
 
     def _decoded(self, tree: Any, place: str) -> Any:
         """A tree with its tensors."""
+        seen: set[str] = set()
+
+        def leaf(path: str) -> torch.Tensor:
+            if path in seen:  # a short text could ask for one large tensor a million times
+                raise ValueError(f"it has the tensor '{path:.60}' at several places")
+            seen.add(path)
+            return self.whole(f"{place}/{path}").clone()
+
         with self.reading(place):
-            return decode(tree, lambda path: self.whole(f"{place}/{path}").clone())
+            return decode(tree, leaf)
 
     @contextmanager
     def reading(self, place: str) -> Iterator[None]:
