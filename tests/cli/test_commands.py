@@ -87,6 +87,25 @@ def test_quiet_shows_rank_0_only_and_keeps_the_rest(tmp_path: Path, capsys: pyte
     assert (run / "attempt-0" / "rank-00001" / "stdout.log").read_text() == "I am 1\n"
 
 
+JOINED_ELSEWHERE = """
+import os, time
+import torch.distributed as dist
+world = {"rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
+dist.init_process_group("gloo", init_method="file://" + os.environ["MEET_AT"], **world)
+time.sleep(0.6)  # it is looked for twice a second
+"""
+
+
+def test_workers_that_meet_by_a_store_of_their_own_have_joined_each_other(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEET_AT", str(tmp_path / "store"))
+    (tmp_path / "train.py").write_text(JOINED_ELSEWHERE)
+    assert ended(["run", "-n", "2", "--run-dir", str(tmp_path / "r"), str(tmp_path / "train.py")]) == 0
+    said = capsys.readouterr().err
+    assert "finished in" in said and "never joined" not in said
+
+
 @pytest.mark.thorough
 def test_a_module_runs_as_python_dash_m_would(tmp_path: Path) -> None:
     package = tmp_path / "pack"

@@ -271,10 +271,13 @@ def _close(outcome: Outcome, directory: RunDirectory, settings: LaunchSettings, 
     else:
         if not quiet:
             say(f"finished in {outcome.seconds:.1f} s")
-        if outcome.met is False and settings.nproc > 1:
-            _say_apart(settings.nproc)
-        elif settings.nproc > 1:
-            _say_not_averaged(directory)
+        if settings.nproc > 1:
+            ranks = status.read(directory)
+            # By another store than the run's: a file of the script's own, or one that it serves itself.
+            if outcome.met is False and not any(one.joined for one in ranks):
+                _say_apart(settings.nproc)
+            elif ranks and all(one.apart for one in ranks):
+                _say_not_averaged(ranks[0].step)
     if settings.tracing and not quiet:
         say(f"see where the time went: phalanx report {directory.root}")
 
@@ -288,15 +291,13 @@ def _say_apart(workers: int) -> None:
     )
 
 
-def _say_not_averaged(directory: RunDirectory) -> None:
+def _say_not_averaged(num_steps: int) -> None:
     """They joined each other, and trained apart all the same."""
-    ranks = status.read(directory)
-    if ranks and all(one.apart for one in ranks):
-        say(
-            click.style("no gradients were averaged", fg="yellow", bold=True)
-            + f": each worker made {ranks[0].step} optimizer steps by itself, on a model of its own. Wrap the model before "
-            "the loop, model = phalanx.DistributedDataParallel(model), and call that, outside no_sync()."
-        )
+    say(
+        click.style("no gradients were averaged", fg="yellow", bold=True)
+        + f": each worker made {num_steps} optimizer steps by itself, on a model of its own. Wrap the model before "
+        "the loop, model = phalanx.DistributedDataParallel(model), and call that, outside no_sync()."
+    )
 
 
 def show_failure(failure: FailureSummary, directory: RunDirectory) -> None:

@@ -19,7 +19,7 @@ _NOTEWORTHY_WAITING = 0.05
 # A rank that has waited so long is not in an ordinary step any more.
 _LONG_WAIT_S = 2.0
 _STALE_S = 5.0
-_NO_NUMBERS = ("state", "loss", "apart", "worker")
+_NO_NUMBERS = ("state", "loss", "apart", "joined", "worker")
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,8 @@ class RankStatus:
     wall_s: float
     apart: bool = False
     """Whether it trains by itself though it has joined the others."""
+    joined: bool = False
+    """Whether it was seen to be in a process group, or in RPC."""
     worker: int | None = None
     """In an elastic run: its number among all workers that the run ever had; `rank` is what it is now."""
 
@@ -68,7 +70,8 @@ def _read_one(path: Path) -> RankStatus | None:
         if not all(isinstance(number, int | float) for number in numbers.values()):
             return None
         loss = value["loss"] if isinstance(value["loss"], int | float) else None
-        return RankStatus(**numbers, state=str(value["state"]), loss=loss, apart=value.get("apart") is True)
+        apart, joined = value.get("apart") is True, value.get("joined") is True
+        return RankStatus(**numbers, state=str(value["state"]), loss=loss, apart=apart, joined=joined)
     except (OSError, StateError, ValueError, KeyError, TypeError):
         return None  # not written yet, or being made
 

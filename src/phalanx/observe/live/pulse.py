@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import threading
 import time
 from collections import deque
@@ -96,6 +97,7 @@ class Beat:
         # (time, steps, waited, samples) of recent beats.
         self._recent: deque[tuple[int, int, int, int]] = deque(maxlen=_WINDOW_BEATS)
         self._num_changes = 0
+        self._has_joined = False
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="phalanx-pulse", daemon=True)
         self._thread.start()
@@ -128,6 +130,7 @@ class Beat:
             # What a rank was given when it came, it has not made in the last seconds.
             self._num_changes = pulse.num_changes
             self._recent.clear()
+        self._has_joined = self._has_joined or _is_among_others()
         self._recent.append((now, pulse.steps, waited, pulse.samples))
         then = self._recent[0]
         seconds = max(now - then[0], 1) / 1e9
@@ -144,4 +147,13 @@ class Beat:
             "resident": resident_bytes(),
             "wall_s": round(time.time(), 3),
             "apart": pulse.trains_apart,
+            "joined": self._has_joined,
         }
+
+
+def _is_among_others() -> bool:
+    """Whether this process is in a process group or runs RPC, wherever it has met the others."""
+    dist: Any = sys.modules.get("torch.distributed")
+    rpc: Any = sys.modules.get("torch.distributed.rpc")
+    grouped = dist is not None and dist.is_available() and dist.is_initialized()
+    return grouped or (rpc is not None and rpc._is_current_rpc_agent_set())
