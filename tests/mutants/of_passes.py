@@ -16,6 +16,13 @@ JOINED = "src/phalanx/ddp/passes/joined.py"
 
 MUTATIONS = (
     Mutation(
+        name="listeners: who is added once an event was told does not hear of it",
+        file="src/phalanx/ddp/passes/listener.py",
+        old="        self._all, self._hearing = listeners, {}\n",
+        new="        self._all = listeners\n",
+        tests="tests/ddp/test_listeners.py",
+    ),
+    Mutation(
         name="arming: the end of a pass is taken for over only when nobody holds it any more",
         file="src/phalanx/ddp/passes/arming.py",
         old="        self._ending = _none\n\n    def note(",
