@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -238,6 +239,29 @@ def another_part(world: Odd, wrapped: Any, optimizer: torch.optim.Optimizer) -> 
         everything.step()
 
 
+def slower_after_a_backward_that_raised(world: Odd) -> list[torch.Tensor]:
+    """At its end on most ranks, which had sent some buckets by then; on the odd one before any gradient."""
+
+    def raises(_grad: torch.Tensor) -> None:
+        raise ArithmeticError("raised on purpose")
+
+    wrapped = wrap()
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+    for step in range(2 * _STEPS):
+        optimizer.zero_grad()
+        inputs = _inputs(world).requires_grad_()
+        output = wrapped(inputs)
+        if step == _STEPS:
+            world.pick(inputs, output).register_hook(raises)
+            with pytest.raises(ArithmeticError):
+                output.square().mean().backward()
+            optimizer.param_groups[0]["lr"] /= 2
+            continue
+        output.square().mean().backward()
+        optimizer.step()
+    return [parameter.detach().clone() for parameter in wrapped.parameters()]
+
+
 def divided_by_hand(world: Odd) -> list[torch.Tensor]:
     """Each rank steps the parameters that it owns, with options of its own, and sends them to the others."""
     wrapped = wrap()
@@ -288,6 +312,7 @@ ROWS: dict[str, Row] = {
     "threads": trains(threads),
     "variables": trains(variables),
     "user's hooks": trains(user_hooks),
+    "rate halved after a backward that raised": slower_after_a_backward_that_raised,
     "watched gradients": trains(watched),
     "frozen later": trains(frozen),
     "another function": trains(forward=other_function),

@@ -56,6 +56,13 @@ MUTATIONS = (
         tests="tests/mismatch/test_mismatch.py::test_a_setting_that_differs_is_an_error_on_every_rank",
     ),
     Mutation(
+        name="steps: options are not read anew after a pass that failed",
+        file=STEPS,
+        old="        if self._told_step is not None:\n",
+        new="        if steps and self._told_step is not None:\n",
+        tests="tests/mismatch/test_mismatch.py::test_what_may_differ_leaves_all_ranks_with_the_same_bits",
+    ),
+    Mutation(
         name="steps: a loaded state leaves a step with the groups before it",
         file=STEPS,
         old="            if step is not None and step.part.of() is optimizer:\n",

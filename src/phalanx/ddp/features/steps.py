@@ -159,9 +159,12 @@ class StepCount:
         """A number made of the steps since the last pass, if they must be the same on all ranks; else 0."""
         steps, self._steps = self._steps, []
         self._told, self._num_before = len(steps), self._num_before + len(steps)
-        self._told_step = steps[-1] if steps else None
         if steps:
-            self._last = steps[-1].values
+            self._told_step = steps[-1]
+        if self._told_step is not None:
+            # Anew also where it was told in a pass that failed: options may have changed since, on every rank alike, and
+            # another rank may not have come to telling it before.
+            self._last = self._told_step.values
         ddp = self._ddp()
         # A rank that has joined makes no steps; with a hook, ranks may be meant to train apart for a while (local SGD).
         is_uneven = ddp is None or ddp._join_config.enable or ddp.reducer.strategy.name is not None
