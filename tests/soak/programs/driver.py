@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -38,6 +39,7 @@ def conduct(kind: str, plans: Iterable[dict[str, Any]]) -> Iterator[dict[str, An
 
 def main(kind: str) -> None:
     folder = case.temporary_folder()
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup all cases would inherit that it is ignored
     job = fork_own_starter()
     if job is not None:
         # A process of some case: it leaves through the interpreter's own end, as a user's does.
