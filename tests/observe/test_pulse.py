@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -207,4 +209,17 @@ def test_steps_per_second_are_never_below_0(fresh: Pulse, tmp_path: Path) -> Non
     beat.record()
     fresh.passes = 1
     assert beat.record()["steps_per_s"] == 0.0
+    beat.close()
+
+
+def test_a_beat_goes_on_while_the_program_imports_torchs_rpc(
+    fresh: Pulse, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    beat = Beat(str(tmp_path / "status.json"), 0)
+    monkeypatch.setitem(sys.modules, "torch.distributed.rpc", types.ModuleType("begun"))
+    assert beat.record()["joined"] is False
+    ready = types.ModuleType("ready")
+    ready._is_current_rpc_agent_set = lambda: True  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "torch.distributed.rpc", ready)
+    assert beat.record()["joined"] is True
     beat.close()

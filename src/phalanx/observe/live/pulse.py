@@ -153,7 +153,7 @@ class Beat:
 
 def _is_among_others() -> bool:
     """Whether this process is in a process group or runs RPC, wherever it has met the others."""
-    dist: Any = sys.modules.get("torch.distributed")
-    rpc: Any = sys.modules.get("torch.distributed.rpc")
-    grouped = dist is not None and dist.is_available() and dist.is_initialized()
-    return grouped or (rpc is not None and rpc._is_current_rpc_agent_set())
+    # Asked in a thread of its own, perhaps while the program is in the midst of importing them.
+    asked = (("torch.distributed", "is_initialized"), ("torch.distributed.rpc", "_is_current_rpc_agent_set"))
+    found = [getattr(sys.modules.get(module), name, None) for module, name in asked]
+    return any(is_there is not None and is_there() for is_there in found)
