@@ -82,7 +82,7 @@ def change(trained: Trained, how: str) -> None:
         failed, trained.wrapped = trained.wrapped, phalanx.DistributedDataParallel(trained.model)
         assert not failed.reducer.has_failed
     else:
-        phalanx.ZeroRedundancyOptimizer(trained.model.parameters(), optim.SGD, lr=0.1)
+        trained.optimizer = phalanx.ZeroRedundancyOptimizer(trained.model.parameters(), optim.SGD, lr=0.1)
 
 
 def changed_after(rank: int, world: int, how: str) -> None:
