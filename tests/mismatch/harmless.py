@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import warnings
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from torch import nn
 import phalanx
 from phalanx.comm import hooks
 from phalanx.ddp.features.settings import TailSettings
-from tests.mismatch.rows import Odd, model, wrap
+from tests.mismatch.rows import Odd, model, wrap, zero
 
 _STEPS = 3
 
@@ -78,6 +79,18 @@ def frozen(world: Odd, wrapped: Any) -> None:
     """It gives nothing to the mean any more, and is given it all the same."""
     if world.odd:
         wrapped.module[0].weight.requires_grad_(False)
+
+
+def dropped(world: Odd, wrapped: Any) -> None:
+    """An optimizer that nobody needs any more. When its memory is freed differs between ranks."""
+    made = zero(wrapped.parameters())
+    for group in made.param_groups:
+        group["lr"] = 0.5
+    if world.odd:
+        del made
+        gc.collect()
+    else:
+        wrapped.__dict__["kept"] = made
 
 
 def watched(world: Odd, wrapped: Any) -> None:
@@ -315,6 +328,7 @@ ROWS: dict[str, Row] = {
     "rate halved after a backward that raised": slower_after_a_backward_that_raised,
     "watched gradients": trains(watched),
     "frozen later": trains(frozen),
+    "freed earlier": trains(dropped),
     "another function": trains(forward=other_function),
     "autocast": trains(forward=lower),
     "evaluation mode": trains(forward=evaluated),

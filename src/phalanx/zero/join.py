@@ -77,14 +77,14 @@ class FollowedOptions:
         self._device = device
         self._known = ""  # what was told last
 
-    def exchange(self, groups: Groups | None, keys: Sequence[str], joined: bool) -> None:
-        """Every rank calls it; ranks that have `joined` have the others' options afterwards. None: nothing to tell."""
-        mine = self._known if groups is None else json.dumps([_simple_options(group, keys) for group in groups])
+    def exchange(self, groups: Groups, keys: Sequence[str], joined: bool) -> None:
+        """Every rank calls it; ranks that have `joined` have the others' options afterwards."""
+        mine = json.dumps([_simple_options(group, keys) for group in groups])
         told = self._told(mine if not joined and mine != self._known else "")
         if told is None:
             return
         self._known = told if joined else mine
-        if joined and groups is not None:
+        if joined:
             for group, options in zip(groups, json.loads(told), strict=True):
                 group.update({key: _as(group[key], value) for key, value in options.items()})
 

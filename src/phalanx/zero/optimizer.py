@@ -114,6 +114,7 @@ class ZeroRedundancyOptimizer(ShowsState, torch.optim.Optimizer, Joinable):
         local.await_others = self._settings.await_others
         # Schedulers look here for options that were left at their default.
         self.defaults = {**self.optim.defaults}
+        self._settings.know_options()
         self._consolidated: dict[int, Any] | None = None
         self._has_state = False  # whether a step was made or a state loaded: on every rank alike, whatever each owns
         self._hook_arguments: tuple[tuple[Any, ...], dict[str, Any]] = ((self,), {})

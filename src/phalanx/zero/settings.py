@@ -18,7 +18,7 @@ import inspect
 import math
 import weakref
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,9 +60,11 @@ class CommonSettings:
     """What one optimizer's ranks must have in common. Held by wrappers too, so it knows the optimizer weakly only."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, collectives: Collectives) -> None:
-        # Weak: a wrapper tells what an optimizer had when it was dropped, which is the same on all ranks, until another
-        # optimizer takes its parameters. When the memory is freed differs between ranks.
+        # Weak, but for the options: until another optimizer takes its parameters, a wrapper tells those of one that was
+        # dropped, as they were then. When the memory is freed differs between ranks.
         self._optimizer = weakref.ref(optimizer)
+        self._groups = optimizer.param_groups
+        self._keys: tuple[str, ...] = ()
         self._collectives = collectives
         self._name_of: dict[int, str] = {}  # by id of the parameter, once a wrapper knows
         self._names: tuple[str, ...] = ()  # in the order of the parameters
@@ -99,7 +101,8 @@ class CommonSettings:
         assert optimizer is not None, "called by the optimizer"
         self.params = frozenset(map(id, _params(optimizer)))
         self._name_params(optimizer)
-        self._read(_options_of_groups(optimizer))
+        self._keys = tuple(sorted({*own_options(optimizer), *_options_of_groups(optimizer)}))
+        self._read()
         groups = {f"size of group {n}": str(len(group["params"])) for n, group in enumerate(optimizer.param_groups)}
         params = _in_order(optimizer, self._names)
         refuse_crossed(self._collectives, "a ZeroRedundancyOptimizer")
@@ -107,6 +110,14 @@ class CommonSettings:
         self._equal = self._values
         if not self._names and self._collectives.world > 1:
             _refuse_permuted(_params(optimizer), self._collectives)
+
+    def know_options(self) -> None:
+        """From now on the optimizer knows all options of its class, and what they are where none were given."""
+        optimizer = self._optimizer()
+        assert optimizer is not None, "called by the optimizer"
+        self._keys = own_options(optimizer)
+        self._equal = None  # so that the first step compares these as well
+        self._read()
 
     # -- before a step -------------------------------------------------------------------------
 
@@ -188,7 +199,6 @@ class CommonSettings:
     def prepare(self, joined: bool) -> None:
         """Under join, ranks that have `joined` take over the options of the others."""
         optimizer = self._optimizer()
-        groups, keys = (None, ()) if optimizer is None else (optimizer.param_groups, tuple(sorted(optimizer.defaults)))
         config = getattr(optimizer, "_join_config", None)
         if config is not None:
             # As it was when the optimizer was dropped, else: it is a collective, and memory is freed at other moments
@@ -196,7 +206,7 @@ class CommonSettings:
             with_inputs = Attendance.JOINED if joined else Attendance.TRAINING
             self._attendance = with_inputs if config.enable else Attendance.ALL
         if self._attendance is not Attendance.ALL:
-            self._followed.exchange(groups, keys, joined)
+            self._followed.exchange(self._current_groups(), self._keys, joined)
 
     def agree_on_due(self, due: list[bool]) -> list[bool]:
         """Which buckets of parameters travel in the step under way, the same on all ranks: where ranks have joined, what
@@ -257,14 +267,16 @@ class CommonSettings:
             self._names = tuple(self._name_of.get(id(param), "?") for param in _params(optimizer))
             self._wrappers = tuple(sorted({self._wrapper_of.get(id(param), 0) for param in _params(optimizer)}))
 
-    def _read(self, more: Iterable[str] = ()) -> None:
-        """Read the options as they are now; `more` are further names of them."""
+    def _current_groups(self) -> list[dict[str, Any]]:
         optimizer = self._optimizer()
         if optimizer is not None:
-            groups = optimizer.param_groups
-            keys = tuple(sorted({*own_options(optimizer), *more}))
-            options = tuple(tuple([comparable(group.get(key)) for key in keys]) for group in groups)
-            self._values = (keys, options, self._clip, self._loaded, self._names, self._wrappers)
+            self._groups = optimizer.param_groups  # others, where a state has been loaded
+        return self._groups
+
+    def _read(self) -> None:
+        """Read the options as they are now."""
+        options = tuple(tuple([comparable(group.get(key)) for key in self._keys]) for group in self._current_groups())
+        self._values = (self._keys, options, self._clip, self._loaded, self._names, self._wrappers)
 
     def _in_words(self, values: Values) -> dict[str, str]:
         if not values:
