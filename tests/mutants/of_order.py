@@ -191,4 +191,24 @@ MUTATIONS = (
         new="    if False:\n",
         tests="tests/comm/test_crossed.py",
     ),
+    Mutation(
+        name="zero settings: of an optimizer whose memory is freed the options are told that were read last",
+        file="src/phalanx/zero/settings.py",
+        old="            self._groups = optimizer.param_groups  #",
+        new="            self._groups = [{**group} for group in optimizer.param_groups]  #",
+        also=(
+            (
+                "        return self._groups\n",
+                "        return self._groups if optimizer is None else optimizer.param_groups\n",
+            ),
+        ),
+        tests="tests/mismatch/test_mismatch.py::test_what_may_differ_leaves_all_ranks_with_the_same_bits",
+    ),
+    Mutation(
+        name="zero settings: only the options that were given are told",
+        file="src/phalanx/zero/settings.py",
+        old="        self._keys = own_options(optimizer)\n        self._equal",
+        new="        self._equal",
+        tests="tests/mismatch/test_mismatch.py::test_a_setting_that_differs_is_an_error_on_every_rank",
+    ),
 )

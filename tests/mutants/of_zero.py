@@ -487,11 +487,4 @@ MUTATIONS = (
         new='        frozen = ""\n',
         tests="tests/mismatch/test_mismatch.py::test_a_setting_that_differs_is_an_error_on_every_rank",
     ),
-    Mutation(
-        name="zero settings: of an optimizer whose memory is freed those options are told that it began with",
-        file="src/phalanx/zero/settings.py",
-        old="        self._keys = own_options(optimizer)\n        self._equal",
-        new="        self._equal",
-        tests="tests/mismatch/test_mismatch.py::test_what_may_differ_leaves_all_ranks_with_the_same_bits",
-    ),
 )

@@ -110,8 +110,7 @@ class ZeroRedundancyOptimizer(ShowsState, torch.optim.Optimizer, Joinable):
         name = f"{(kind := self.optimizer_class).__module__}.{kind.__qualname__}"
         self._settings.agree_on_all({"optimizer_class": name, **asked.in_words(choice)})
         self._sharded = ShardedOptimizer(kind, defaults, self.param_groups, choice, collectives, placement)
-        (local := self._sharded.local).agree_on_due = self._settings.agree_on_due
-        local.await_others = self._settings.await_others
+        self._sharded.local.asks(self._settings.agree_on_due, self._settings.await_others)
         # Schedulers look here for options that were left at their default.
         self.defaults = {**self.optim.defaults}
         self._settings.know_options()

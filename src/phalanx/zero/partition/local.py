@@ -75,6 +75,10 @@ class LocalOptimizer:
         self._begun_with = [_options(local) for local in self.groups]
         self.push(groups)
 
+    def asks(self, agree_on_due: Callable[[list[bool]], list[bool]], await_others: Callable[[], None]) -> None:
+        """Ask these before a step."""
+        self.agree_on_due, self.await_others = agree_on_due, await_others
+
     def pull(self, groups: Sequence[dict[str, Any]]) -> None:
         """Take over the options that the user may have edited."""
         for local, group in zip(self.groups, groups, strict=True):
