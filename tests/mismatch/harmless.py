@@ -292,6 +292,21 @@ def divided_by_hand(world: Odd) -> list[torch.Tensor]:
     return [parameter.detach().clone() for parameter in wrapped.parameters()]
 
 
+def divided_otherwise(world: Odd) -> list[torch.Tensor]:
+    """Groups of other parameters, with the same options."""
+    wrapped = wrap()
+    params = list(wrapped.parameters())
+    first = world.pick(4, 2)
+    optimizer = torch.optim.Adam([{"params": params[:first]}, {"params": params[first:]}], lr=0.1)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    for _ in range(2 * _STEPS):
+        optimizer.zero_grad()
+        wrapped(_inputs(world)).square().mean().backward()
+        optimizer.step()
+        schedule.step()
+    return [parameter.detach().clone() for parameter in wrapped.parameters()]
+
+
 def groups_of_its_own(world: Odd) -> list[torch.Tensor]:
     """A layer of one rank's own comes first in its optimizer; and its rate is one of NumPy's numbers."""
     wrapped, own = wrap(), nn.Linear(8, 8)
@@ -341,6 +356,7 @@ ROWS: dict[str, Row] = {
     "a step of another part": made_good(another_part),
     "divided by hand": divided_by_hand,
     "groups of its own": groups_of_its_own,
+    "groups divided otherwise": divided_otherwise,
     "uneven inputs": after_uneven_inputs,
 }
 

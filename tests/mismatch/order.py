@@ -190,6 +190,22 @@ def plain_subset(world: Odd) -> None:
     _exchange(world).barrier()
 
 
+def plain_groups(world: Odd) -> None:
+    """The odd rank's second group begins earlier. Nothing comes of it until that group has another rate, on all ranks."""
+    wrapped = wrap()
+    params = list(wrapped.parameters())
+    first = world.pick(4, 2)
+    optimizer = torch.optim.SGD([{"params": params[:first]}, {"params": params[first:]}], lr=0.1)
+    for step in range(4):
+        if step == 3:
+            optimizer.param_groups[1]["lr"] = 0.01
+        backward(wrapped)
+        optimizer.step()
+    world.settled(wrapped)
+    backward(wrapped)
+    _exchange(world).barrier()
+
+
 def forward_once_more(world: Odd) -> None:
     """Without a backward: only its buffers are synchronised."""
     wrapped = phalanx.DistributedDataParallel(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8)))
@@ -240,6 +256,7 @@ ROWS: dict[str, tuple[Row, str]] = {
         "lr of group 0 in the last step, which has been applied is 0.1 on rank 0, 2, 0.7 on rank 1",
     ),
     "a plain optimizer of some": (plain_subset, "parameters that it has not is none on rank 0, 2, 0.bias on rank 1"),
+    "a plain optimizer's groups": (plain_groups, "parameters of group 0 is 0.weight, 0.bias, 1.weight, 1.bias"),
     "a backward more before a plain step": (plainly(2, 1), _STEPS + "0 on rank 1"),
     "forward once more": (forward_once_more, "broadcast of 128 x uint8"),
     "buffer added later": (buffer_added_later, "this rank has 2 tensors of 32 bytes together, rank 0 has 1 of 12"),

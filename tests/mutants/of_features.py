@@ -21,6 +21,13 @@ STEPS = "src/phalanx/ddp/features/steps.py"
 
 MUTATIONS = (
     Mutation(
+        name="steps: groups of plain optimizers may have any parameters",
+        file=STEPS,
+        old="(optimizer), kind, left_out, options, numbers, divided)",
+        new="(optimizer), kind, left_out, options, numbers)",
+        tests="tests/mismatch/test_mismatch.py::test_a_setting_that_differs_is_an_error_on_every_rank",
+    ),
+    Mutation(
         name="steps: steps of plain optimizers are not counted",
         file=STEPS,
         old="            count.stepped(before, _Step(part, optimizer))\n",

@@ -8,7 +8,7 @@ number of batches, comes with other options. The first bucket's tail carries a n
 differs is found out before the others apply anything more.
 
     number                               of steps since the last pass
-    used                                 class and options of the last step, and what it left out; these were applied
+    used                                 class, groups and options of the last step, and what it left out; these were applied
     now                                  its options when the next backward begins: they will be, and have not been yet
 
 That ranks did not do the same is not yet a mistake. One may look for a learning rate and then load what it had saved; each
@@ -65,6 +65,7 @@ class _Part:
     left_out: str  # in words, what of the wrapper's parameters it does not have
     options: tuple[str, ...]
     numbers: tuple[int, ...]  # of the groups that have parameters of the wrapper
+    divided: tuple[str, ...] = ()  # in words, which ones each of these has; a checksum tells those that are not named
 
 
 class _Step:
@@ -78,11 +79,11 @@ class _Step:
         self.used = _read(self.groups, part.options)
 
     @property
-    def values(self) -> tuple[str, str, tuple[str, ...], Values, Values]:
+    def values(self) -> tuple[str, str, tuple[str, ...], tuple[str, ...], Values, Values]:
         """All that ranks have in common, with the options as they are now. Not the groups' numbers: one rank may have
         others before them, of parameters that are its own."""
         part = self.part
-        return part.optimizer, part.left_out, part.options, self.used, _read(self.groups, part.options)
+        return part.optimizer, part.left_out, part.divided, part.options, self.used, _read(self.groups, part.options)
 
 
 # Twice in every step: a call per value would be felt by models whose steps take a millisecond.
@@ -92,6 +93,11 @@ _AS_THEY_ARE = frozenset({bool, int, float, complex, type(None)})
 def _read(groups: Sequence[dict[str, Any]], options: Sequence[str]) -> Values:
     rows = [[group.get(option) for option in options] for group in groups]
     return tuple([tuple([value if type(value) in _AS_THEY_ARE else _number(value) for value in row]) for row in rows])
+
+
+def _in_words(names: Sequence[str]) -> str:
+    rest = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    return ", ".join(names[:_MOST_NAMES]) + rest or "none"
 
 
 def _number(value: Any) -> Any:
@@ -134,12 +140,15 @@ class StepCount:
         if optimizer in _compare_themselves:
             return _Part(weakref.ref(optimizer), kind, "", (), ())
         there = {one for _, one in numbered}
-        names = [name for one, name in self._names.items() if one not in there]
-        rest = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-        left_out = ", ".join(names[:_MOST_NAMES]) + rest or "none"
+        left_out = _in_words([name for one, name in self._names.items() if one not in there])
         options = tuple(name for name in own_options(optimizer) if not any(word in name for word in _RANKS_OWN))
         numbers = tuple(groups[:: -(-len(groups) // _MOST_GROUPS)])
-        return _Part(weakref.ref(optimizer), kind, left_out, options, numbers)
+        members: dict[int, list[str]] = {number: [] for number in numbers}
+        for number, one in numbered:
+            if number in members and one in self._names:
+                members[number].append(self._names[one])
+        divided = tuple(f"{_in_words(names)} ({zlib.crc32(repr(names).encode()):x})" for names in members.values())
+        return _Part(weakref.ref(optimizer), kind, left_out, options, numbers, divided)
 
     def stepped(self, before: int, step: _Step) -> None:
         """A step has ended, at whose begin there were `before`: steps inside of it, if there were any, are part of it."""
@@ -185,8 +194,9 @@ class StepCount:
         words = {"number of optimizer steps since the last averaged backward": str(self._told)}
         if not self._last:
             return words
-        optimizer, left_out, options, used, now = self._last
+        optimizer, left_out, divided, options, used, now = self._last
         words |= {"optimizer of the last step": optimizer, "parameters that it has not": left_out}
+        words |= {f"parameters of group {number}": names for number, names in enumerate(divided)}
         for when, values in (("", now), (" in the last step, which has been applied", used)):
             for number, group in enumerate(values):
                 words |= {f"{o} of group {number}{when}": repr(v) for o, v in zip(options, group, strict=True)}
