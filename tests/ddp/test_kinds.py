@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import phalanx
@@ -126,9 +125,7 @@ def count_collectives(rank: int, world: int) -> list[int]:
     reducer = wrapped.reducer
     collectives = reducer.collectives
     started: list[str] = []
-    # What ranks have told each other gloo gathers by several broadcasts; shared memory as any other.
-    told = ("all_gather_told",) if dist.get_backend() == "gloo" else ()
-    for verb in ("all_reduce", "all_gather", "reduce_scatter", *told):
+    for verb in ("all_reduce", "all_gather_told", "reduce_scatter"):
         setattr(collectives, verb, _counted(getattr(collectives, verb), verb, started))
     counts = []
     for num_rows in (10, 10, 8000, 8000):

@@ -52,6 +52,23 @@ def test_gradients_are_the_weighted_mean(weights: list[float], views: bool) -> N
         torch.testing.assert_close(result.double(), reference(weights, torch.float32), rtol=1e-5, atol=1e-6)
 
 
+def rows_beside_a_hook(rank: int, world: int) -> None:
+    model = nn.Embedding(6, 2, sparse=True)
+    wrapped = phalanx.DistributedDataParallel(model)
+    wrapped.register_comm_hook(None, allreduce_hook)
+    for _ in range(3):
+        model.zero_grad()
+        loss = wrapped(torch.tensor([rank, 5])).sum()
+        with wrapped.weight(1 + 2 * rank):
+            loss.backward()
+    expected = torch.tensor([0.25, 0.75, 0.0, 0.0, 0.0, 1.0]).unsqueeze(1).expand(6, 2)
+    torch.testing.assert_close(model.weight.grad.to_dense(), expected)
+
+
+def test_sparse_gradients_are_weighted_beside_a_hook() -> None:
+    run_ranks(2, rows_beside_a_hook, backend="gloo")
+
+
 def test_weights_are_exact_in_low_precision_and_beside_a_hook() -> None:
     for dtype, hook, tolerance in ((torch.bfloat16, False, 2e-2), (torch.float32, True, 1e-5)):
         results = run_ranks(2, weighted, [12345, 54321], dtype, False, hook)

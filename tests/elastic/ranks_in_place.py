@@ -99,7 +99,7 @@ class Scripted(Collectives):
     def agree(self, occasion: str, settings: Any, changed: str = "") -> None:
         pass
 
-    def all_reduce(self, tensor: torch.Tensor, scale: float = 1.0) -> Work:
+    def all_reduce(self, tensor: torch.Tensor, scale: float = 1.0, waits_next: bool = False) -> Work:
         self.num_said += 1
         return _Done()
 

@@ -31,7 +31,7 @@ MUTATIONS = (
     Mutation(
         name="order: a wrapper does not wait for the one before it",
         file=FLIGHT,
-        old="        if any(other.has_early_buckets for other in self.reducer.order.before(self.reducer)):\n",
+        old="        if order.has_several and any(other.has_early_buckets for other in order.before(self.reducer)):\n",
         new="        if self.next < 0:\n",
         tests=TESTS,
     ),

@@ -127,7 +127,7 @@ MUTATIONS = (
     Mutation(
         name="flight: float16 is not taken for narrow when weights are shared out",
         file=FLIGHT,
-        old="        narrow = self.strategy.may_narrow or any(b.dtype in _HALVES for b in reducer.plan.buckets)\n",
+        old="        narrow = self.strategy.may_narrow or reducer.layout.has_halves\n",
         new="        narrow = self.strategy.may_narrow\n",
         words="weights float16",
     ),

@@ -248,8 +248,8 @@ MUTATIONS = (
     Mutation(
         name="bucket: it stays as it is when the user chooses another dtype for gradients",
         file="src/phalanx/ddp/reducer/reducer.py",
-        old="        dtypes = [param.grad_dtype or param.dtype for param in self._every_param]\n",
-        new="        dtypes = [param.dtype for param in self._every_param]\n",
+        old="        return list(map(_GRAD_DTYPE, params)), list",
+        new="        return [], list",
         tests="tests/ddp/test_kinds.py",
     ),
     Mutation(

@@ -104,8 +104,11 @@ class Collectives(Waiter, abc.ABC):
         """
 
     @abc.abstractmethod
-    def all_reduce(self, tensor: torch.Tensor, scale: float = 1.0) -> Work:
-        """Replace `tensor` on every rank by scale × the sum over ranks. Bit-identical everywhere."""
+    def all_reduce(self, tensor: torch.Tensor, scale: float = 1.0, waits_next: bool = False) -> Work:
+        """Replace `tensor` on every rank by scale × the sum over ranks. Bit-identical everywhere.
+
+        With `waits_next` the caller does nothing else before it waits: some transports then need no other thread.
+        """
 
     @abc.abstractmethod
     def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, scale: float = 1.0) -> Work:
@@ -118,7 +121,7 @@ class Collectives(Waiter, abc.ABC):
     def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Work:
         """Fill the r-th equal slice of `output` with rank r's `input`, which may be that slice."""
 
-    def all_gather_told(self, output: torch.Tensor, input: torch.Tensor) -> Work:
+    def all_gather_told(self, output: torch.Tensor, input: torch.Tensor, waits_next: bool = False) -> Work:
         """The same, of a size that the ranks have just told each other: nobody compares it before it starts."""
         return self.all_gather(output, input)
 

@@ -37,6 +37,7 @@ class SparseSum:
         self._shape = tuple(shape)
         self._dtype = dtype
         self._device = device
+        self._row_numels = [torch.Size(self._shape[dims:]).numel() for dims in range(len(self._shape) + 1)]
         self._num_facts = num_facts
         self._body_at = _HEAD + -(-num_facts // 2)
         self._words = self._body_at + _FIRST_WORDS
@@ -45,13 +46,16 @@ class SparseSum:
         self._facts = torch.empty(0, device=device)  # one row per rank
         self._rows: list[tuple[int, int]] = []  # how many, in how many sparse dimensions; by rank, once settled
         self._sent: torch.Tensor | None = None
+        self._scale: float | torch.Tensor = 1.0
 
-    def start(self, tensor: torch.Tensor, facts: torch.Tensor) -> Work:
-        """Send this rank's `tensor`, coalesced, and `facts`, float32."""
+    def start(
+        self, tensor: torch.Tensor, facts: torch.Tensor, scale: float | torch.Tensor = 1.0, waits_next: bool = False
+    ) -> Work:
+        """Send this rank's `tensor`, coalesced, times `scale`, and `facts`, float32. `waits_next` as of any collective."""
         assert tensor.is_coalesced(), "rows are sent as they are"
-        self._sent = tensor
+        self._sent, self._scale = tensor, scale
         self._rows = []
-        work = self._send(self._words, facts)
+        work = self._send(self._words, facts, waits_next)
         self._facts = self._parcels[:, _HEAD : self._body_at].view(torch.float32)[:, : self._num_facts]
         return work
 
@@ -93,7 +97,7 @@ class SparseSum:
             indices, values, self._shape, device=self._device, check_invariants=False, is_coalesced=len(pieces) == 1
         ).coalesce()
 
-    def _send(self, words: int, facts: torch.Tensor) -> Work:
+    def _send(self, words: int, facts: torch.Tensor, waits_next: bool = False) -> Work:
         world, tensor = self._collectives.world, self._sent
         assert tensor is not None, "started before it is settled"
         if self._memory.numel() < world * words:
@@ -107,19 +111,19 @@ class SparseSum:
         if self._body_at + self._body_words(rows, dims) <= words:
             indices, values = self._cut(own, rows, dims)
             indices.copy_(tensor._indices())
-            values.copy_(tensor._values())
+            if isinstance(self._scale, torch.Tensor) or self._scale != 1.0:
+                torch.mul(tensor._values(), self._scale, out=values)
+            else:
+                values.copy_(tensor._values())
         # Of another size in each step, which the ranks have told each other in the last one.
-        return self._collectives.all_gather_told(self._parcels.view(-1), own)
+        return self._collectives.all_gather_told(self._parcels.view(-1), own, waits_next)
 
     def _body_words(self, rows: int, dims: int) -> int:
-        return rows * dims + -(-rows * self._row_numel(dims) * self._dtype.itemsize // _WORD)
-
-    def _row_numel(self, dims: int) -> int:
-        return torch.Size(self._shape[dims:]).numel()
+        return rows * dims + -(-rows * self._row_numels[min(dims, len(self._shape))] * self._dtype.itemsize // _WORD)
 
     def _cut(self, parcel: torch.Tensor, rows: int, dims: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Indices and values as they lie in a parcel."""
         values_at = self._body_at + rows * dims
         end = self._body_at + self._body_words(rows, dims)
-        values = parcel[values_at:end].view(self._dtype)[: rows * self._row_numel(dims)]
+        values = parcel[values_at:end].view(self._dtype)[: rows * self._row_numels[dims]]
         return parcel[self._body_at : values_at].view(dims, rows), values.view(rows, *self._shape[dims:])

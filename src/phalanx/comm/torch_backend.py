@@ -101,7 +101,7 @@ class TorchCollectives(Collectives):
             return zeros_in_pages(numel, dtype)
         return torch.zeros(numel, dtype=dtype, device=device)
 
-    def all_reduce(self, tensor: torch.Tensor, scale: float = 1.0) -> Work:
+    def all_reduce(self, tensor: torch.Tensor, scale: float = 1.0, waits_next: bool = False) -> Work:
         if scale != 1.0:
             # Scaling first keeps half-precision sums in range, whatever the number of ranks.
             tensor.mul_(scale)
@@ -120,7 +120,7 @@ class TorchCollectives(Collectives):
         self._launches("all_gather", output)
         return self.all_gather_told(output, input)
 
-    def all_gather_told(self, output: torch.Tensor, input: torch.Tensor) -> Work:
+    def all_gather_told(self, output: torch.Tensor, input: torch.Tensor, waits_next: bool = False) -> Work:
         work = dist.all_gather_single(as_real(output), as_real(input), group=self.group, async_op=True)
         return started(work, output)
 
@@ -178,7 +178,7 @@ class GlooCollectives(TorchCollectives):
         work = dist.all_to_all_single(received, input, sizes, sizes, group=self.group, async_op=True)
         return SummedExchange(work, received, own, output, self._spares)
 
-    def all_gather_told(self, output: torch.Tensor, input: torch.Tensor) -> Work:
+    def all_gather_told(self, output: torch.Tensor, input: torch.Tensor, waits_next: bool = False) -> Work:
         num_bytes = output.numel() * output.element_size()
         if num_bytes < _LARGE_BYTES or not 1 < self.world <= _MOST_BROADCASTS:
             return super().all_gather_told(output, input)
@@ -320,7 +320,7 @@ class UnregisteredCollectives(TorchCollectives):
     def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Work:
         return self.all_gather_told(output, input)
 
-    def all_gather_told(self, output: torch.Tensor, input: torch.Tensor) -> Work:
+    def all_gather_told(self, output: torch.Tensor, input: torch.Tensor, waits_next: bool = False) -> Work:
         parts = list(as_real(output).view(-1).chunk(self.world))
         # By this signature: such groups may be written in Python, and have one of c10d's several.
         return started(self.group.allgather([parts], [as_real(input).view(-1)], AllgatherOptions()), output)

@@ -235,7 +235,7 @@ class DistributedDataParallel(TorchBase):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         with torch.autograd.profiler.record_function("DistributedDataParallel.forward"):
             forward, inputs, kwargs = self._before_forward(inputs, kwargs)
-            context = self._enter_module()
+            leave = self._enter_module()
             try:
                 if hides_from_dynamo(self.module):
                     output = call(self.module, inputs, kwargs)
@@ -245,22 +245,23 @@ class DistributedDataParallel(TorchBase):
                 self._forward_raised(error)
                 raise
             finally:
-                self._leave_module(context)
+                self._leave_module(leave)
             report_uncompiled(self, self.reducer)
             return self._after_forward(forward, output, (inputs, kwargs))
 
     @untraced
-    def _enter_module(self) -> ExitStack:
-        """Tell the compiler whose model runs, and lower its precision; `_leave_module` takes both back."""
-        context = ExitStack()
-        context.callback(activate(self, self.reducer.cut_key))
-        if self._low is not None:
-            context.enter_context(self._low.forward())
-        return context
+    def _enter_module(self) -> Callable[[], None]:
+        """Tell the compiler whose model runs, and lower its precision; `_leave_module` calls what takes both back."""
+        take_back = activate(self, self.reducer.cut_key)
+        if self._low is None:
+            return take_back
+        (context := ExitStack()).callback(take_back)
+        context.enter_context(self._low.forward())
+        return context.close
 
     @untraced
-    def _leave_module(self, context: ExitStack) -> None:
-        context.close()
+    def _leave_module(self, leave: Callable[[], None]) -> None:
+        leave()
 
     @untraced
     def _forward_raised(self, error: Exception) -> None:
@@ -305,8 +306,7 @@ class DistributedDataParallel(TorchBase):
             forward.elsewhere = partial(gradients_of_context, context_id)
         # To a tensor that was there before, autograd comes when all that uses it is done: too late for the launch order.
         output = with_own_tensors(output, inputs) if self.reducer.order.has_several else output
-        watched = watch(output, partial(_reached, weakref.ref(self), forward))
-        forward.returned(watched)
+        forward.returned(watched := watch(output, partial(_reached, weakref.ref(self), forward)))
         if self.reducer.strategy.gives_for_good:
             forward.may_nest = not watched.sees_all or may_nest(output)
         return output

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Iterator
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -43,3 +45,64 @@ def test_a_work_that_is_over_holds_no_memory(dtype: torch.dtype) -> None:
     done = work._done = _Looks(bucket)
     work.perform()
     assert done.seen == before
+
+
+class _Counts(_Nothing):
+    """Operations that note what was asked of them, and in which thread."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[object, int]] = []
+
+    def run(self, call: object) -> None:
+        self.calls.append((call, threading.get_ident()))
+
+    def leave(self, reason: object) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@pytest.fixture
+def operations() -> _Counts:
+    return _Counts()
+
+
+@pytest.fixture
+def lane(operations: _Counts) -> Iterator[Lane]:
+    lane = Lane(operations, lambda: timedelta(seconds=5))  # type: ignore[arg-type]
+    yield lane
+    lane.close()
+
+
+def _reduction() -> list[Any]:
+    return [_call(Verb.ALL_REDUCE, torch.zeros(8))]
+
+
+def test_what_is_waited_for_next_needs_no_other_thread(lane: Lane, operations: _Counts) -> None:
+    work = lane.submit(_reduction(), waits_next=True)
+    assert not work.is_completed()
+    work.wait()
+    assert [thread for _, thread in operations.calls] == [threading.get_ident()]
+    assert lane._thread is None
+
+
+def _in_inference_mode(work: Any) -> None:
+    with torch.inference_mode():
+        work.wait()
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("wait", [_in_inference_mode, lambda work: work.wait(timedelta(seconds=20))], ids=["mode", "limit"])
+def test_what_was_to_be_waited_for_next_runs_where_the_waiting_thread_may_not(
+    lane: Lane, operations: _Counts, wait: Callable[[Any], None]
+) -> None:
+    works = [lane.submit(_reduction(), waits_next=True) for _ in range(2)]
+    wait(works[1])
+    assert len(operations.calls) == 2
+
+
+@pytest.mark.timeout(30)
+def test_what_comes_after_it_waits_for_it(lane: Lane, operations: _Counts) -> None:
+    first, second = _reduction(), _reduction()
+    lane.submit(first, waits_next=True)
+    lane.submit(second).wait(timedelta(seconds=20))
+    assert [call for call, _ in operations.calls] == [*first, *second]

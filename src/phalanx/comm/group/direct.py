@@ -112,11 +112,11 @@ class ShmCollectives(Collectives):
             return torch.zeros(numel, dtype=dtype, device=device)
         return self._memory.allocate(numel, dtype)
 
-    def all_reduce(self, tensor: torch.Tensor, scale: float = 1.0) -> Work:
+    def all_reduce(self, tensor: torch.Tensor, scale: float = 1.0, waits_next: bool = False) -> Work:
         """Replace `tensor` on every rank by scale × the sum over ranks."""
         if not tensor.is_cpu:
             return _started(self.group.allreduce([_scaled(tensor, scale)]))
-        return self._lane.submit([_call(Verb.ALL_REDUCE, tensor, scale=scale)])
+        return self._lane.submit([_call(Verb.ALL_REDUCE, tensor, scale=scale)], waits_next=waits_next)
 
     def all_reduce_now(self, tensor: torch.Tensor, where: str) -> None:
         """The same, over when it returns."""
@@ -141,9 +141,13 @@ class ShmCollectives(Collectives):
 
     def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Work:
         """Fill the r-th equal slice of `output` with rank r's `input`."""
+        return self.all_gather_told(output, input)
+
+    def all_gather_told(self, output: torch.Tensor, input: torch.Tensor, waits_next: bool = False) -> Work:
+        """The same: those who meet compare what they send."""
         if not input.is_cpu:
             return _started(self.group.all_gather_single(as_real(output), as_real(input)))
-        return self._lane.submit([_call(Verb.ALL_GATHER, output, input)])
+        return self._lane.submit([_call(Verb.ALL_GATHER, output, input)], waits_next=waits_next)
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> Work:
         """Replace `tensor` on every rank by that of rank `source`."""

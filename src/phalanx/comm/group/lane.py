@@ -2,7 +2,8 @@
 
 A call whose caller waits for it runs in the caller's own thread when nothing is queued before it, which
 saves two changes of thread. One submitted to be waited for later runs on the lane's thread, or on that of
-the first who waits for it, whoever comes first; the order is the same in any case.
+the first who waits for it, whoever comes first; the order is the same in any case. Where nobody has anything else to do
+before waiting, the thread is not woken (`waits_next`): it would find the work done, and have taken Python's lock for that.
 
 Callbacks of a work's future run in the thread that ran the work, before the next work of the queue. A collective that such a
 callback starts runs at once, in the same thread: so it is already over when the callback waits for it, and every rank
@@ -61,8 +62,8 @@ class Lane:
         self._time_limit = time_limit
         self._queue: deque[LaneWork] = deque()
         self._turn = threading.Lock()  # held by whoever carries out calls
-        # One entry per queued work, to wake the thread. Not a Semaphore: those are Python, and an interrupt in the midst of
-        # `release` leaves one behind that swallows the next, so that the thread would sleep through the end of the group.
+        # An entry wakes the thread for all that is queued. Not a Semaphore: those are Python, and an interrupt in the midst
+        # of `release` leaves one behind that swallows the next, so that the thread would sleep through the group's end.
         self._queued: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._starting = threading.Lock()  # two threads of the program may be the first to need it
@@ -75,8 +76,13 @@ class Lane:
         self._failed: BaseException | None = None  # the first since somebody asked
         tell_at_the_end(self)
 
-    def submit(self, calls: Sequence[Call], blocking: bool = False, timeout: timedelta = UNSET) -> dist.Work:
-        """Carry out `calls`, one after the other, as one work; return when they are over if `blocking`."""
+    def submit(
+        self, calls: Sequence[Call], blocking: bool = False, timeout: timedelta = UNSET, waits_next: bool = False
+    ) -> dist.Work:
+        """Carry out `calls`, one after the other, as one work; return when they are over if `blocking`.
+
+        With `waits_next` they may begin only when somebody waits for them, or something else is submitted.
+        """
         limit = self._time_limit() if timeout <= UNLIMITED else timeout
         for call in calls:
             call.timeout = limit
@@ -86,7 +92,7 @@ class Lane:
         if is_inside:
             return self._run_inside(calls, blocking)
         if not blocking:
-            return self._start(calls)
+            return self._start(calls, waits_next)
         # Not in an inference-mode thread, which would leave tensors behind that others may not write to.
         if not self._queue and not torch.is_inference_mode_enabled() and self._turn.acquire(blocking=False):
             try:
@@ -231,15 +237,20 @@ class Lane:
             work.wait()
         return work
 
-    def _start(self, calls: Sequence[Call]) -> LaneWork:
+    def _start(self, calls: Sequence[Call], waits_next: bool = False) -> LaneWork:
         if self._closed is not None:
             raise self._closed
-        work = LaneWork(self, calls)
+        work = LaneWork(self, calls, not waits_next)
         self._queue.append(work)
+        if not waits_next:
+            self.wake()
+        return work
+
+    def wake(self) -> None:
+        """Have the thread carry out what is queued."""
         if self._thread is None:
             self._start_thread()
         self._queued.put(None)
-        return work
 
     def _start_thread(self) -> None:
         with self._starting:
@@ -252,12 +263,14 @@ class Lane:
     def _serve(self) -> None:
         while True:
             self._queued.get()
-            with self._turn:
-                # Empty if whoever waited for the work was quicker.
-                if self._queue:
+            while True:
+                with self._turn:
+                    # Empty if whoever waited for the work was quicker.
+                    if not self._queue:
+                        break
                     self._perform(self._queue.popleft())
-                elif self._closed is not None:
-                    return
+            if self._closed is not None:
+                return
 
 
 # -- what a caller gets ----------------------------------------------------------------------------
@@ -272,9 +285,10 @@ def outputs_of(calls: Sequence[Call]) -> Tensors:
 class LaneWork(dist.Work):
     """Calls queued on a lane, as one work. c10d's C++ code may hold it as well as Python's."""
 
-    def __init__(self, lane: Lane, calls: Sequence[Call]) -> None:
+    def __init__(self, lane: Lane, calls: Sequence[Call], is_announced: bool = True) -> None:
         super().__init__()
         self._lane = lane
+        self._is_announced = is_announced  # whether the lane's thread was woken for it
         self._verb = calls[0].verb
         # Let go of when they have run: whoever keeps a work is not to keep its inputs.
         self._calls: Sequence[Call] | None = calls
@@ -294,6 +308,9 @@ class LaneWork(dist.Work):
             limit = timeout.total_seconds()
             if limit <= 0:
                 self._lane.help_until(self)
+            # Another thread has the turn, or this one may not take it: it may end before it comes to this work.
+            if not self._is_announced and not self._done.is_set():
+                self._lane.wake()
             if not self._done.is_set() and not self._done.wait(limit if limit > 0 else None):
                 raise CollectiveTimeout(f"{self._verb.name.lower()} was not finished within {limit:g} s.")
         if self._error is not None:

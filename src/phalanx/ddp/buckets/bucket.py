@@ -57,6 +57,7 @@ class Bucket(abc.ABC):
         planned, specs, params, tail, tail_rides, part_of = contents
         self.part_of = part_of
         self.index = planned.index
+        self.is_last = False  # of those that leave: when it has, there is nothing left to do but wait
         self.num_bytes = planned.num_bytes
         self.slots = planned.slots
         self.params = [params[slot.param] for slot in planned.slots]

@@ -292,9 +292,10 @@ class DenseBucket(Bucket):
             owners[place] = grad
             del grad
         grads.clear()
-        for place in places:
-            if self.large[place]:
-                self._free_unshared(place)
+        if any(self.large):
+            for place in places:
+                if self.large[place]:
+                    self._free_unshared(place)
 
     def _take_any(self, place: int, scale: Scale) -> bool:
         """Take whatever the slot has: a late part, a gradient, or none. True if it counts as used."""
@@ -405,7 +406,7 @@ class DenseBucket(Bucket):
         if not places:
             return
         owners, views, params = self._owners, self.views, self.params
-        copy_all([cast("torch.Tensor", owners[p]) for p in places], [views[p] for p in places])
+        copy_all(cast("list[torch.Tensor]", [owners[p] for p in places]), [views[p] for p in places])
         misfits = set()
         for place in places:
             try:

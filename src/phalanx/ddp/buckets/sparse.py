@@ -22,6 +22,7 @@ class SparseBucket(Bucket):
         super().__init__(contents)
         self.dtype = contents.planned.dtype  # of what travels; parameters may be in low precision for a while
         self.gradient: torch.Tensor | None = None
+        self.scale: Scale = 1.0  # what is owed to it yet: whoever sends it multiplies while copying
         self.rows: SparseSum | None = None  # made by the strategy that first sums rows
         self._tail_data = torch.zeros(self.tail.numel, dtype=torch.float32, device=self.params[0].device)
         self._before: torch.Tensor | None = None  # what `.grad` was when it was taken
@@ -39,7 +40,7 @@ class SparseBucket(Bucket):
         self._before = grad
         if state == ABSENT:
             self._earlier.add(0)
-        self.gradient = self._nothing if grad is None else _scaled(_as_rows(grad).to(self.dtype), scale)
+        self.gradient, self.scale = self._nothing if grad is None else _as_rows(grad).to(self.dtype), scale
         slot.pack(self.states, 0)
         return None if grad is not None and state != ABSENT else [0]
 
@@ -48,6 +49,12 @@ class SparseBucket(Bucket):
         self._before, param.grad = param.grad, None
         self.gradient = self._nothing
         slot.pack(self.states, 0)
+
+    def multiply(self) -> torch.Tensor:
+        """The gradient to send, for whoever does not multiply it."""
+        assert self.gradient is not None, "a bucket is packed before it is launched"
+        self.gradient, self.scale = _scaled(self.gradient, self.scale), 1.0
+        return self.gradient
 
     def clear(self) -> None:
         self.gradient = self._nothing

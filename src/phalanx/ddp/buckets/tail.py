@@ -102,6 +102,15 @@ class Watch(Protocol):
         """The same for `part`, the bucket of what came late for this one."""
 
 
+@dataclass(slots=True)
+class _Template:
+    """The healthy tail of a step, as each rank writes it and as it comes back; and which digest is in it."""
+
+    written: torch.Tensor
+    expected: torch.Tensor
+    digest: int = 0
+
+
 class Tail:
     """The layout of one bucket's tail and the templates to write and to compare with."""
 
@@ -118,10 +127,7 @@ class Tail:
         self._powers: torch.Tensor | None = None
         # By device and whether weights are given: the elements that must be as this rank expects them.
         self._vital: dict[tuple[torch.device, bool], torch.Tensor] = {}
-        # By kind of tensor, a template per step; and which digest is in it.
-        self._written: dict[_Kind, list[torch.Tensor]] = {}
-        self._expected: dict[_Kind, list[torch.Tensor]] = {}
-        self._digests: dict[_Kind, list[int]] = {}
+        self._templates: dict[_Kind, list[_Template]] = {}  # by kind of tensor, one per step
 
     def of_late_parts(self) -> Tail:
         """The tail of the bucket that carries what came late for this one."""
@@ -138,23 +144,21 @@ class Tail:
         values[self._usage_at :] = 1.0
         return values
 
-    def _template(self, like: torch.Tensor, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The healthy tail of a step, as each rank writes it and as it comes back."""
+    def _template(self, like: torch.Tensor, step: int) -> _Template:
         kind = (like.device, like.dtype)
-        if kind not in self._written:
+        templates = self._templates.get(kind)
+        if templates is None:
             healthy = torch.stack([self._compose(step) for step in range(_STEP_PERIOD)])
-            self._written[kind] = list(staged(healthy, like))
-            self._expected[kind] = list(staged(healthy * self.world * self._scale, like))
-            self._digests[kind] = [0] * _STEP_PERIOD
-        place = step % _STEP_PERIOD
-        written, expected = self._written[kind][place], self._expected[kind][place]
-        if self.digest != self._digests[kind][place]:
+            back = staged(healthy * self.world * self._scale, like)
+            templates = self._templates[kind] = list(map(_Template, staged(healthy, like), back))
+        template, digest = templates[step % _STEP_PERIOD], self.digest
+        if digest != template.digest:
             # Changed in place: settings may change in every step (a schedule of learning rates).
-            self._digests[kind][place] = self.digest
-            bits = torch.tensor(_settings_bits(self.digest), dtype=torch.float64, device="cpu")
-            written[_SETTINGS_AT:_LATE_AT] = staged(bits, like)
-            expected[_SETTINGS_AT:_LATE_AT] = staged(bits * self.world * self._scale, like)
-        return written, expected
+            template.digest = digest
+            bits = torch.tensor(_settings_bits(digest), dtype=torch.float64, device="cpu")
+            template.written[_SETTINGS_AT:_LATE_AT] = staged(bits, like)
+            template.expected[_SETTINGS_AT:_LATE_AT] = staged(bits * self.world * self._scale, like)
+        return template
 
     def prepare(self, device: torch.device, dtype: torch.dtype) -> None:
         """Have everything of a tail of this kind there that steps on a device need, which are not to make it."""
@@ -168,11 +172,11 @@ class Tail:
 
     def expected(self, like: torch.Tensor, step: int) -> torch.Tensor:
         """What comes back if every rank writes the healthy tail of this step."""
-        return self._template(like, step)[1]
+        return self._template(like, step).expected
 
     def write(self, out: torch.Tensor, step: int) -> None:
         """The healthy tail: every parameter used, default weight, nothing late."""
-        out.copy_(self._template(out, step)[0])
+        out.copy_(self._template(out, step).written)
         if self.watch is not None:
             seen = self.watch.look()
             if isinstance(seen, torch.Tensor) or seen:  # the template has a nought there, and writing one costs microseconds

@@ -86,13 +86,13 @@ class _Step:
         return part.optimizer, part.left_out, part.divided, part.options, self.used, _read(self.groups, part.options)
 
 
-# Twice in every step: a call per value would be felt by models whose steps take a millisecond.
 _AS_THEY_ARE = frozenset({bool, int, float, complex, type(None)})
 
 
 def _read(groups: Sequence[dict[str, Any]], options: Sequence[str]) -> Values:
-    rows = [[group.get(option) for option in options] for group in groups]
-    return tuple([tuple([value if type(value) in _AS_THEY_ARE else _number(value) for value in row]) for row in rows])
+    # Twice in every step: a line of Python per value would be felt by models whose steps take a millisecond.
+    rows = [tuple(map(group.get, options)) for group in groups]
+    return tuple([row if _AS_THEY_ARE.issuperset(map(type, row)) else tuple(map(_number, row)) for row in rows])
 
 
 def _in_words(names: Sequence[str]) -> str:

@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from ..reducer.reducer import Reducer
 
 _AS_IT_IS = nullcontext()
-_HALVES = (torch.float16, torch.complex32)  # which a gradient times a number of tokens does not fit
 
 
 class PassState(enum.IntEnum):
@@ -178,7 +177,7 @@ class Pass:
         self.strategy.pass_begins()
         for bucket in self.buckets:
             bucket.note_gradients()
-        narrow = self.strategy.may_narrow or any(b.dtype in _HALVES for b in reducer.plan.buckets)
+        narrow = self.strategy.may_narrow or reducer.layout.has_halves
         self._weight = reducer.weight
         self._shares = None if narrow else Shares.of(reducer.weight)
 
@@ -223,14 +222,15 @@ class Pass:
 
     def launch_ready(self) -> None:
         """Launch what is full, as far as it is this wrapper's turn."""
-        if any(other.has_early_buckets for other in self.reducer.order.before(self.reducer)):
+        order = self.reducer.order
+        if order.has_several and any(other.has_early_buckets for other in order.before(self.reducer)):
             return  # they launch ours when theirs have left
         # Launch by index even when a later bucket fills first: ranks fill buckets in different orders,
         # and launching as filled would add unrelated gradients together.
         while self.has_early_buckets and not self.buckets[self.next].pending:
             self._take_and_send(self.buckets[self.next])
-        if not self.has_early_buckets:
-            following = self.reducer.order.after(self.reducer)
+        if order.has_several and not self.has_early_buckets:
+            following = order.after(self.reducer)
             if following is not None and following.current is not None and following.state is REDUCING:
                 following.current.launch_ready()
 
@@ -322,7 +322,7 @@ class Pass:
     def settle_sparse(self) -> None:
         """Everything is launched: what sparse sums could not say in one collective goes in a second."""
         for bucket in self.buckets:
-            if bucket.stage is Stage.IN_FLIGHT:
+            if bucket.sparse and bucket.stage is Stage.IN_FLIGHT:
                 self.strategy.settle(bucket, self.where(bucket))
 
     @unrecorded
@@ -404,6 +404,8 @@ class Pass:
 
     def _judges_late(self, bucket: Bucket) -> bool:
         """Whether this rank has no reason to wait for what the tail says, which is on a device."""
+        if not self.reducer.layout.on_device:
+            return False
         if bucket.tail_data.device.type == "cpu" or bucket.sparse or bucket.part_of is not None:
             return False
         if bucket.tail.watch is not None:

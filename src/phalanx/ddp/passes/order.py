@@ -94,9 +94,12 @@ class LaunchOrder:
         Backward by backward, each in its own order: on all ranks they failed one after the other, wherever each of them
         was caught. One that is torn has nothing to send; whoever asks for that one is told so.
         """
-        for known in self.alive:
+        busy = [known for known in self.alive if not known.is_idle]
+        if not busy and not self._owing:
+            return
+        for known in busy:
             known.fail_if_left()
-        failed = [known for known in self.alive if known.has_failed and (known is asking or not known.is_torn)]
+        failed = [known for known in busy if known.has_failed and (known is asking or not known.is_torn)]
         if not failed and not self._owing:
             return
         try:

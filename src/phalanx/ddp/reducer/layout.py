@@ -20,6 +20,8 @@ from ..buckets.sparse import SparseBucket
 from ..buckets.tail import Tail, exact_ranks
 from .strategy import Strategy
 
+_HALVES = (torch.float16, torch.complex32)  # which a gradient times a number of tokens does not fit
+
 
 class Layout:
     """The buckets of `plan`, whose memory `strategy` chooses, and by parameter its bucket and its place in it.
@@ -35,9 +37,11 @@ class Layout:
         self.buckets: list[Bucket] = [self._make(planned, self._tail_of(planned)) for planned in plan.buckets]
         for last in [bucket for bucket in self.buckets if not bucket.sparse][-1:]:
             last.is_last_dense = True
+        self.buckets[-1].is_last = True
         where = {each.param: (bucket, place) for bucket in self.buckets for place, each in enumerate(bucket.slots)}
         self.places: list[tuple[Bucket, int]] = [where[index] for index in range(len(params))]
         self.is_large = bytearray(len(params))  # by parameter, whether its gradient is packed as soon as it arrives
+        self.has_halves = any(planned.dtype in _HALVES for planned in plan.buckets)
         self.on_device = any(param.device.type != "cpu" for param in params)
 
     # -- making buckets ------------------------------------------------------------------------

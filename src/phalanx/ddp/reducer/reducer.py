@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -46,6 +47,8 @@ from ..passes.streams import GradientStreams
 from .hooks import GradientHooks
 from .layout import Layout
 from .strategy import AllReduce, Strategy
+
+_GRAD_DTYPE, _DTYPE = attrgetter("grad_dtype"), attrgetter("dtype")
 
 
 @dataclass(slots=True)
@@ -133,10 +136,10 @@ class Reducer(TorchReducer):
         return self._current_kinds != self._kinds
 
     @property
-    def _current_kinds(self) -> tuple[list[torch.dtype], list[torch.device]]:
-        # `gradient_dtype`, without a call per parameter: this is asked before each forward.
-        dtypes = [param.grad_dtype or param.dtype for param in self._every_param]
-        return dtypes, [param.device for param in self._firsts]
+    def _current_kinds(self) -> tuple[list[torch.dtype | None], list[torch.dtype], list[torch.device]]:
+        # What `gradient_dtype` is made of, without a line of Python per parameter: this is asked before each forward.
+        params = self._every_param
+        return list(map(_GRAD_DTYPE, params)), list(map(_DTYPE, params)), [param.device for param in self._firsts]
 
     @property
     def plan(self) -> BucketPlan:
@@ -152,6 +155,11 @@ class Reducer(TorchReducer):
     def settled(self) -> bool:
         """Whether the plan in force is the one made from the observed order."""
         return self.learnt.state is not PlanState.FIRST
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no pass is under way, and none is owed."""
+        return self.state is IDLE
 
     def require_idle(self) -> None:
         """Raise unless every backward that began has given out its gradients."""
@@ -299,7 +307,7 @@ class Reducer(TorchReducer):
                 self.listeners.tell(Listener.went_around)
             return None
         # They launch first, and would not be waited for. One that has not begun by now has got no gradient on this rank.
-        for other in self.order.before(self):
+        for other in self.order.before(self) if self.order.has_several else ():
             other.begin_owed()
         self.recover()
         if self.sharers.have_changed():

@@ -173,7 +173,7 @@ class Strategy(abc.ABC):
         facts = _riding_tail(bucket)
         if bucket.rows is None:
             bucket.rows = SparseSum(self.collectives, grad.shape, grad.dtype, grad.device, facts.numel())
-        bucket.work = bucket.rows.start(grad, facts)
+        bucket.work = bucket.rows.start(grad, facts, bucket.scale, bucket.is_last)
 
     def _wait_sparse(self, bucket: SparseBucket, where: str) -> None:
         assert bucket.work is not None and bucket.rows is not None, "a bucket is launched before it is waited for"
@@ -206,7 +206,7 @@ class AllReduce(Mean):
         return self.collectives.allocate(-(-numel // unit) * unit, dtype, device)
 
     def launch(self, bucket: DenseBucket) -> None:
-        bucket.work = self.collectives.all_reduce(bucket.flat, self.transport_scale)
+        bucket.work = self.collectives.all_reduce(bucket.flat, self.transport_scale, bucket.is_last)
 
 
 class HookStrategy(Strategy):
@@ -295,8 +295,8 @@ class HookStrategy(Strategy):
         self._call(bucket, bucket.grad_bucket)
 
     def _launch_sparse(self, bucket: SparseBucket) -> None:
-        assert bucket.gradient is not None, "a bucket is packed before it is launched"
-        bucket.grad_bucket = _shown(bucket, bucket.gradient, [bucket.gradient])
+        gradient = bucket.multiply()
+        bucket.grad_bucket = _shown(bucket, gradient, [gradient])
         self._call(bucket, bucket.grad_bucket)
 
     def _call(self, bucket: Bucket, seen: GradBucket) -> None:
