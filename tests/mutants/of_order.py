@@ -211,4 +211,25 @@ MUTATIONS = (
         new="        self._equal",
         tests="tests/mismatch/test_mismatch.py::test_a_setting_that_differs_is_an_error_on_every_rank",
     ),
+    Mutation(
+        name="zero settings: nobody is told that gradients differ",
+        file="src/phalanx/zero/settings.py",
+        old="        if any(differs):\n",
+        new="        if any(differs[:2]):\n",
+        tests="tests/zero/test_gradient_vote.py",
+    ),
+    Mutation(
+        name="gradient vote: of a hook too all ranks must have the same",
+        file="src/phalanx/zero/gradient_vote.py",
+        old=" or any(reducer.strategy.name is not None for reducer in self._reducers):",
+        new=":",
+        tests="tests/zero/test_gradient_vote.py",
+    ),
+    Mutation(
+        name="gradient vote: zeros differ from none",
+        file="src/phalanx/zero/gradient_vote.py",
+        old=" if any(row) else 0\n",
+        new="\n",
+        tests="tests/zero/test_gradient_vote.py",
+    ),
 )

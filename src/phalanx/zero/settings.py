@@ -35,6 +35,7 @@ from ..ddp.module import DistributedDataParallel
 from ..ddp.wrappers import known_wrappers, listen
 from ..errors import MismatchError
 from ..optim.options import comparable, own_options
+from .gradient_vote import GradientVote
 from .join import Attendance, FollowedOptions
 
 _OCCASION = "the settings of ZeroRedundancyOptimizer"
@@ -54,6 +55,7 @@ class _Vote:
 
     occasion: str
     where: str  # in words, for who waits there for others
+    gradients: int  # a number made of some (`gradient_vote`)
 
 
 class CommonSettings:
@@ -68,6 +70,7 @@ class CommonSettings:
         self._collectives = collectives
         self._name_of: dict[int, str] = {}  # by id of the parameter, once a wrapper knows
         self._names: tuple[str, ...] = ()  # in the order of the parameters
+        self._reduced: list[torch.Tensor] = []  # those of which a wrapper knows
         # By the numbers that wrappers have on every rank: two of one shape have parameters of the same names.
         self._wrapper_of: dict[int, int] = {}
         self._wrappers: tuple[int, ...] = ()
@@ -88,6 +91,7 @@ class CommonSettings:
         self.params = frozenset(map(id, _params(optimizer)))
         self._followed = FollowedOptions(collectives, _params(optimizer)[0].device)
         self._attendance = Attendance.ALL
+        self._gradients = GradientVote(collectives)
         compares_itself(optimizer)
         for wrapper in known_wrappers()[::-1]:
             self.consider(wrapper)
@@ -137,7 +141,8 @@ class CommonSettings:
         occasion = f"{_OCCASION}, at a {_UNREDUCED}" if is_alone else _OCCASION
         changed = "" if self._values == self._equal else f"changed here: {self._changed(self._equal or ())}"
         if votes and self._votes and self._attendance is Attendance.ALL:
-            self._vote = _Vote(occasion, agreeing_on(occasion, changed))
+            gradients = self._gradients.number(self._reduced, self._steps[0]) if uses_means and not is_alone else 0
+            self._vote = _Vote(occasion, agreeing_on(occasion, changed), gradients)
         elif changed or is_alone:
             self._collectives.agree(occasion, self.settings(), changed)
             self._equal = self._values
@@ -147,15 +152,19 @@ class CommonSettings:
         vote, self._vote = self._vote, None
         if vote is None:
             return
-        number, world = float(self._number(vote.occasion) & (1 << _VOTE_BITS) - 1), self._collectives.world
+        numbers = [float(number & (1 << _VOTE_BITS) - 1) for number in (self._number(vote.occasion), vote.gradients)]
         # Summed over the ranks, these are `world` times one's own exactly if all have said the same.
-        sums = torch.tensor((number, number * number), dtype=torch.float64, device="cpu")
+        mine = [power for number in numbers for power in (number, number * number)]
+        sums = torch.tensor(mine, dtype=torch.float64, device="cpu")
         # By its name: whoever finds the others elsewhere is to say what it is at, not how many numbers it sends.
         self._collectives.comes_to(vote.occasion)
         self._collectives.all_reduce_now(sums, vote.where)
-        if sums.tolist() != [world * number, world * number * number]:
+        differs = [total != self._collectives.world * number for total, number in zip(sums.tolist(), mine, strict=True)]
+        if any(differs[:2]):
             self._collectives.agree(_OCCASION, {**self.settings(), "step": vote.occasion})  # which names what differs
         self._equal = self._values
+        if any(differs):
+            self._gradients.differ(self._reduced, self._name_of)
 
     def _changed(self, earlier: Values) -> str:
         before, now = self._in_words(earlier), self._in_words(self._values)
@@ -254,6 +263,7 @@ class CommonSettings:
         if not self.concerns(wrapper):
             return
         reducer = wrapper.reducer
+        self._gradients.add(reducer)
         self._name_of |= {id(p): spec.name for p, spec in zip(reducer.params, reducer.plan.specs, strict=True)}
         self._wrapper_of |= dict.fromkeys(map(id, reducer.params), reducer.number)
         optimizer = self._optimizer()
@@ -264,6 +274,7 @@ class CommonSettings:
 
     def _name_params(self, optimizer: torch.optim.Optimizer) -> None:
         if self._name_of:
+            self._reduced = [param for param in _params(optimizer) if id(param) in self._name_of]
             self._names = tuple(self._name_of.get(id(param), "?") for param in _params(optimizer))
             self._wrappers = tuple(sorted({self._wrapper_of.get(id(param), 0) for param in _params(optimizer)}))
 
