@@ -55,7 +55,7 @@ MUTATIONS = (
     Mutation(
         name="bucket: gradients stay in .grad when the bucket is packed",
         file=BUCKET,
-        old="        for place in rest:\n            params[place].grad = None\n        slot.pack_local(self.states)\n",
+        old="        for param in params:\n            param.grad = None\n        slot.pack_local(self.states)\n",
         new="        slot.pack_local(self.states)\n",
         words="reentrant again",
         tests="tests/ddp/test_nested_backward.py",
@@ -63,7 +63,7 @@ MUTATIONS = (
     Mutation(
         name="bucket: what was packed on arrival is scaled once more with the others",
         file=BUCKET,
-        old="        if multiplies(scale) and len(rest) == len(params):\n            self.body.mul_(scale)\n",
+        old="        if multiplies(scale) and len(rest) == len(self.params):\n            self.body.mul_(scale)\n",
         new="        if multiplies(scale) and rest:\n            self.body.mul_(scale)\n",
         words="Biased large gloo",
     ),

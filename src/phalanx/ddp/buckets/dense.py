@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import cast
+from itertools import repeat
+from operator import is_
+from typing import TypeVar, cast
 
 import torch
 
@@ -32,6 +34,12 @@ LARGE_BYTES = 64 * 1024
 _MOST_KEPT = 3
 
 Allocate = Callable[[int, torch.dtype, torch.device], torch.Tensor]
+Item = TypeVar("Item")
+
+
+def _at(items: Sequence[Item], places: Sequence[int]) -> list[Item]:
+    """The items at these places: nearly always all of them, where a line of Python per parameter would be felt."""
+    return list(items) if len(places) == len(items) else [items[place] for place in places]
 
 
 # -- memory ----------------------------------------------------------------------------------------
@@ -261,25 +269,26 @@ class DenseBucket(Bucket):
 
     def _take_together(self, rest: Sequence[int], scale: Scale) -> bool:
         """The usual case, by one operation over all gradients; false if one is missing or sparse after all."""
-        params, views = self.params, self.views
+        params, views = _at(self.params, rest), _at(self.views, rest)
         # Autograd may call a gradient ready that is undefined, which is looked for only once something goes wrong.
-        grads = cast("list[torch.Tensor]", [params[place].grad for place in rest])
-        moved = range(len(rest))
+        grads = cast("list[torch.Tensor]", [param.grad for param in params])
+        targets, sources = views, grads
         try:
             if self.as_views:
-                moved = [k for k in moved if not is_same(grads[k], views[rest[k]])]  # type: ignore[assignment]
-            if moved:
-                torch._foreach_copy_([views[rest[k]] for k in moved], [grads[k] for k in moved])
+                moved = [k for k, grad in enumerate(grads) if not is_same(grad, views[k])]
+                targets, sources = _at(views, moved), _at(grads, moved)
+            if targets:
+                torch._foreach_copy_(targets, sources)
         except (AttributeError, TypeError, RuntimeError):
             if any(grad is None or grad.layout != torch.strided for grad in grads):
                 return False
             raise
-        if multiplies(scale) and len(rest) == len(params):
+        if multiplies(scale) and len(rest) == len(self.params):
             self.body.mul_(scale)
         elif multiplies(scale) and rest:
-            torch._foreach_mul_([views[place] for place in rest], scale)
-        for place in rest:
-            params[place].grad = None
+            torch._foreach_mul_(views, scale)
+        for param in params:
+            param.grad = None
         slot.pack_local(self.states)
         if not self.as_views:
             self._own(rest, grads)
@@ -288,9 +297,12 @@ class DenseBucket(Bucket):
     def _own(self, places: Sequence[int], grads: list[torch.Tensor]) -> None:
         """Remember whom the mean is owed to. Empties `grads`, since it would count as a holder."""
         owners = self._owners
-        for place, grad in zip(places, grads, strict=True):
-            owners[place] = grad
-            del grad
+        if len(places) == len(owners):
+            owners[:] = grads
+        else:
+            for place, grad in zip(places, grads, strict=True):
+                owners[place] = grad
+                del grad
         grads.clear()
         if any(self.large):
             for place in places:
@@ -387,11 +399,15 @@ class DenseBucket(Bucket):
                 self._show(place)
         else:
             owners = self._owners
-            self._copy_to_owners([place for place in places if owners[place] is not None])
-            for place in [place for place in places if owners[place] is None]:
+            self._copy_to_owners([place for place in places if owners[place] is not None] if self._lacks_owners else places)
+            for place in [place for place in places if owners[place] is None] if self._lacks_owners else ():
                 self._give_new(place)
         self._owners = [None] * len(self.slots)
         self._kept.clear()
+
+    @property
+    def _lacks_owners(self) -> bool:
+        return any(map(is_, self._owners, repeat(None)))
 
     def _show(self, place: int) -> None:
         param = self.params[place]
@@ -405,8 +421,8 @@ class DenseBucket(Bucket):
         """One operation for all of them, then each is `.grad` again."""
         if not places:
             return
-        owners, views, params = self._owners, self.views, self.params
-        copy_all(cast("list[torch.Tensor]", [owners[p] for p in places]), [views[p] for p in places])
+        owners, params = self._owners, self.params
+        copy_all(cast("list[torch.Tensor]", _at(owners, places)), _at(self.views, places))
         misfits = set()
         for place in places:
             try:

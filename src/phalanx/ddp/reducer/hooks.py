@@ -34,7 +34,8 @@ def _on_gradient(reference: Reference, index: int, param: torch.Tensor) -> None:
     reducer = reference()
     if reducer is None:
         return
-    bucket, place = reducer.layout.places[index]
+    layout = reducer.layout
+    bucket, place = layout.places[index]
     if reducer.state < OBSERVING and reducer.begin() is None:
         slot.hold(bucket.states, place)
         return
@@ -43,7 +44,7 @@ def _on_gradient(reference: Reference, index: int, param: torch.Tensor) -> None:
     if not slot.arrive(bucket.states, place):
         reducer.arrived_again(index)
         return
-    if reducer.layout.is_large[index]:
+    if layout.is_large[index]:
         reducer.under_way.large_arrived(cast("DenseBucket", bucket), place, param)
     bucket.pending -= 1
     if not bucket.pending:
